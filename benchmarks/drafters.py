@@ -8,7 +8,7 @@ many tokens behind each prompt, taking turns prompt by prompt, the reading of th
 tokens over seconds, summed; the ratio to full depth is given by kind and for all, with the quartiles over
 prompts.
 
-When to draft follows from acceptances as `decode/policy.py` has them and from the seconds of rows, which are
+When to draft follows from acceptances as `decode/calibration/policy.py` has them and from the seconds of rows, which are
 measured first; "calibrated" is what `topograd calibrate` chose, where the run has that.
 
 Prompts: code and prose are beginnings of held-out documents, chats and lists are questions that no template
@@ -67,7 +67,7 @@ LISTS = (
 )
 PROMPT_TOKENS = 48
 SPEEDUP = 1.15
-"""What time is taken to be worth (`decode/policy.py`)."""
+"""What time is taken to be worth (`decode/calibration/policy.py`)."""
 FULL = "full depth"
 
 

@@ -6,7 +6,7 @@
                     prompt, greedily, ANSWER_TOKENS tokens; whether the answer is in it, in any case of
                     letters; Σ log p of the answer, and the rank of its first token
     leaving early   for each category the mean stage at which tokens leave, the share of texts that are full
-                    depth's, and the speed; by the paper's rule and by ours (`decode/exit_rules.py`)
+                    depth's, and the speed; by the paper's rule and by ours (`decode/wand.py`)
     acceptance      the first stage drafts `drafts` tokens at a time: the share that full depth keeps
     draft stage     the same with each stage but the last as the drafter, over all prompts; `compute` is its
                     share of the layers

@@ -59,5 +59,5 @@ def _line(
 
 
 def _write(figure: Figure, file: Path) -> None:
-    svg, png = render(figure)
-    write_atomic(file, png if file.suffix == ".png" else svg)
+    drawing = render(figure)
+    write_atomic(file, drawing.png if file.suffix == ".png" else drawing.svg)

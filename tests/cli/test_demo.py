@@ -158,7 +158,7 @@ def test_what_is_damaged_is_measured_again(
 
 def shown(width: int) -> str:
     """A look at a text of three stages, on a terminal with colours."""
-    ways = [
+    ways: list[dict[str, Any]] = [
         {"way": name, "tokens_per_second": speed, "speedup": speed / 1000, "identical": 1.0}
         for name, speed in (("full", 1000), ("speculate", 1234.4), ("wand", 1100))
     ]

@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from raising import refused
 from topograd.errors import ConfigError
 from topograd.report.depth_text import depth_fragment, depth_page, stage_colour
 from topograd.report.markup import POLICY
@@ -91,8 +92,8 @@ def test_a_page_stands_alone_and_what_is_written_is_text() -> None:
 
 
 def test_a_stage_that_does_not_exist_is_refused() -> None:
-    for stage, name in ((2, "3"), (-1, "0")):
-        with pytest.raises(ConfigError, match=f"^a token left after stage {name}; there are stages 1 to 2$"):
+    for stage in (2, -1):
+        with refused(ConfigError, setting="stage", given=stage + 1):
             depth_fragment("", [("a", 0), ("b", stage)], 2)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raising import refused
 from topograd.errors import RunError
 from topograd.report.drawing import style
 from topograd.report.geometry import (
@@ -163,5 +164,5 @@ def test_a_model_without_layers_and_a_place_that_cannot_be_written(
 ) -> None:
     record |= {"stream": None, "norms": {}, "layers": {}}
     assert "no layer of the model has factors" in write_geometry(tmp_path / "page.html", record).read_text()
-    with pytest.raises(RunError, match="--out"):
+    with refused(RunError, setting="out", given=str(tmp_path / "no" / "geometry.html")):
         write_geometry(tmp_path / "no" / "geometry.html", record)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raising import refused
 from topograd.cli import search
 from topograd.errors import RunError
 from topograd.report.markup import POLICY
@@ -224,7 +225,7 @@ def test_what_cannot_be_drawn_is_said(record: dict[str, Any], tmp_path: Path) ->
 
 def test_a_place_that_cannot_be_written(record: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="pass --out with a folder you can write"):
+    with refused(RunError, setting="out"):
         write_pareto(tmp_path / "file" / "pareto.html", record)
 
 

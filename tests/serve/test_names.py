@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from topograd.errors import ConfigError
-from topograd.serve.names import known_depths, model_name, split_id
-from topograd.serve.texts import ServedModel
+from topograd.serve.texts import ServedModel, known_depths, model_name, split_id
 
 IDS = {
     "m": ("m", None),

@@ -101,3 +101,16 @@ def test_a_thousand_malformed_requests(running: Running) -> None:
     assert {403, 404, 405} <= set(seen)
     assert running.counters.totals["internal_errors"] == 0
     assert running.worker.alive
+
+
+@pytest.mark.parametrize("fields", [COMPLETION, CHAT])
+def test_defaults_are_documented(fields: Any) -> None:
+    """Every default is in the document; the temperature's, which is not the command line's, in words too."""
+    described = schema(fields)["properties"]
+    for name, field in fields.items():
+        empty = field.default is None or field.default in ((), {})
+        assert described[name].get("default") == (None if empty else field.default)
+    assert described["temperature"]["default"] == 1
+    assert "default is 1" in fields["temperature"].schema["description"]
+    assert "default temperature is 1" in document()["info"]["description"]
+    assert json.loads(json.dumps(document())) == document(), "plain JSON"

@@ -17,27 +17,33 @@ GOOD: list[dict[str, Any]] = [
     {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}, "depth": "prefix:1"},
     {"prompt": [[1], [2, 3]], "temperature": None, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}},
 ]
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": 5}, "prompt is none of"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": "\ud800"}, "surrogate"),
-    ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be of type integer"),
-    ({"max_tokens": True}, "type integer"),
-    ({"max_tokens": -1}, "max_tokens is -1; it must be from 0"),
-    ({"temperature": "hot"}, "temperature is 'hot'; it must be of type number"),
-    ({"temperature": -0.1}, "temperature"),
-    ({"top_p": 0}, "top_p is 0; it must be above 0"),
-    ({"n": 0}, "n is 0"),
-    ({"stop": [""]}, "stop"),
-    ({"stop": ["a"] * 17}, "stop has 17 items"),
-    ({"logit_bias": {"5": 1}}, "logit_bias has 1 entries"),
-    ({"frequency_penalty": 1}, "frequency_penalty is 1; this server knows only 0"),
-    ({"suffix": "x"}, "suffix"),
-    ({"stream_options": {"more": 1}}, "stream_options has 'more'"),
-    ({"temprature": 1}, "'temprature' is unknown"),
+BAD: list[dict[str, Any]] = [
+    {"prompt": 5},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": [-1]},
+    {"prompt": [True]},
+    {"prompt": "\ud800"},
+    {"max_tokens": 1.5},
+    {"max_tokens": True},
+    {"max_tokens": -1},
+    {"temperature": "hot"},
+    {"temperature": -0.1},
+    {"temperature": float("nan")},
+    {"top_p": 0},
+    {"n": 0},
+    {"stop": [""]},
+    {"stop": ["a"] * 17},
+    {"stream_options": {"more": 1}},
+]
+UNSUPPORTED: list[tuple[Any, dict[str, Any]]] = [
+    (COMPLETION, {"logit_bias": {"5": 1}}),
+    (COMPLETION, {"frequency_penalty": 1}),
+    (COMPLETION, {"presence_penalty": -0.5}),
+    (COMPLETION, {"suffix": "x"}),
+    (CHAT, {"tools": [{"type": "function"}]}),
+    (CHAT, {"tool_choice": "required"}),
+    (CHAT, {"response_format": {"type": "json_object"}}),
 ]
 
 
@@ -48,19 +54,39 @@ def test_what_fits_is_taken(body: dict[str, Any]) -> None:
     assert found["temperature"] == (body.get("temperature") if body.get("temperature") is not None else 1.0)
 
 
-@pytest.mark.parametrize(("body", "said"), BAD)
-def test_what_does_not_fit_is_refused_by_name(body: dict[str, Any], said: str) -> None:
+def problem(fields: Any, body: object) -> RequestError:
+    """The error that a body gets, in one line."""
     with pytest.raises(RequestError) as caught:
-        read(COMPLETION, body)
-    assert said in caught.value.message
-    assert caught.value.param in body
+        read(fields, body)
     assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize("body", BAD)
+def test_a_value_that_does_not_fit_is_named(body: dict[str, Any]) -> None:
+    error = problem(COMPLETION, body)
+    assert ([error.param], error.code) == ([*body], "invalid_value")
+    assert error.message.startswith(f"{error.param} ")
+
+
+@pytest.mark.parametrize(("fields", "body"), UNSUPPORTED)
+def test_what_only_openai_has_is_not_supported_here(fields: Any, body: dict[str, Any]) -> None:
+    messages = {"messages": [{"role": "user", "content": "a"}]} if fields is CHAT else {}
+    error = problem(fields, messages | body)
+    assert ([error.param], error.code) == ([*body], "unsupported_parameter")
+    assert error.message.startswith(f"not supported here: {error.param}; ")
+
+
+def test_an_unknown_field_is_named() -> None:
+    error = problem(COMPLETION, {"temprature": 1})
+    assert (error.param, error.code) == ("temprature", "unknown_parameter")
+    assert "temperature" in error.message
 
 
 @pytest.mark.parametrize("body", [None, [], "a", 5, True])
 def test_only_objects(body: object) -> None:
-    with pytest.raises(RequestError, match="not a JSON object"):
-        read(COMPLETION, body)
+    error = problem(COMPLETION, body)
+    assert (error.param, error.status) == (None, 400)
 
 
 def test_messages() -> None:
@@ -75,11 +101,8 @@ def test_messages() -> None:
         [{"role": "user", "content": [{"type": "text", "text": None}]}],
     ]
     for bad in wrong:
-        with pytest.raises(RequestError) as caught:
-            read(CHAT, {"messages": bad})
-        assert caught.value.param == "messages"
-    with pytest.raises(RequestError, match="missing"):
-        read(CHAT, {})
+        assert problem(CHAT, {"messages": bad}).param == "messages"
+    assert problem(CHAT, {}).code == "missing_required_parameter"
 
 
 ANY = st.recursive(

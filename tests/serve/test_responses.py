@@ -10,7 +10,7 @@ import pytest
 
 from topograd.serve.jobs import Job, Progress, Scored, Written
 from topograd.serve.request_schema import CHAT, COMPLETION, read
-from topograd.serve.responses import Answer, error_body, finite, timings
+from topograd.serve.responses import OpenAIResponse, error_body, finite, timings
 from topograd.serve.texts import ServedModel
 
 
@@ -25,15 +25,15 @@ def job(served: ServedModel) -> Job:
     return job_of(served, served.encode("é"))
 
 
-def _chunks(answer: Answer, *steps: Progress) -> list[dict[str, Any]]:
-    said = "".join(chunk for step in steps for chunk in answer.chunks(0, step))
+def _chunks(response: OpenAIResponse, *steps: Progress) -> list[dict[str, Any]]:
+    said = "".join(chunk for step in steps for chunk in response.chunks(0, step))
     return [json.loads(event[6:]) for event in said.split("\n\n") if event]
 
 
 def test_tokens_that_are_no_text_alone_are_spelled_as_bytes(served: ServedModel, job: Job) -> None:
-    answer = Answer(served, read(COMPLETION, {"logprobs": 1}), [job], chat=False)
+    response = OpenAIResponse(served, read(COMPLETION, {"logprobs": 1}), [job], chat=False)
     first, second = "é".encode()
-    answer.choices[0].take(
+    response.choices[0].take(
         Progress(
             (
                 Written(first, "", 3, score=Scored(-1.0, ((first, -1.0),))),
@@ -42,7 +42,7 @@ def test_tokens_that_are_no_text_alone_are_spelled_as_bytes(served: ServedModel,
             finish="length",
         )
     )
-    (choice,) = answer.whole()["choices"]
+    (choice,) = response.whole()["choices"]
     assert choice["text"] == "é"
     assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert choice["logprobs"]["token_logprobs"] == [-1.0, -9999.0]
@@ -51,9 +51,11 @@ def test_tokens_that_are_no_text_alone_are_spelled_as_bytes(served: ServedModel,
 
 
 def test_chunks_of_a_chat(served: ServedModel, job: Job) -> None:
-    answer = Answer(served, read(CHAT, {"messages": [{"role": "user"}], "stream": True}), [job], chat=True)
+    response = OpenAIResponse(
+        served, read(CHAT, {"messages": [{"role": "user"}], "stream": True}), [job], chat=True
+    )
     chunks = _chunks(
-        answer,
+        response,
         Progress(),
         Progress((Written(5, "a", 0),)),
         Progress((Written(6, "b", 3),), "c", finish="stop"),
@@ -63,15 +65,15 @@ def test_chunks_of_a_chat(served: ServedModel, job: Job) -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "stop"]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert "timings" in chunks[-1]
-    assert answer.end() == "data: [DONE]\n\n"
+    assert response.end() == "data: [DONE]\n\n"
 
 
 def test_chunks_with_an_echo_come_after_the_prompts_scores(served: ServedModel, job: Job) -> None:
     fields = {"echo": True, "logprobs": 0, "stream": True, "stream_options": {"include_usage": True}}
-    answer = Answer(served, read(COMPLETION, fields), [job], chat=False)
+    response = OpenAIResponse(served, read(COMPLETION, fields), [job], chat=False)
     scores = (None, *(Scored(-1.0) for _ in job.prompt[1:]))
     chunks = _chunks(
-        answer,
+        response,
         Progress(),
         Progress(prompt=scores),
         Progress((Written(97, "a", 3, score=Scored(-2.0)),), finish="length"),
@@ -79,7 +81,7 @@ def test_chunks_with_an_echo_come_after_the_prompts_scores(served: ServedModel, 
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["é", "a"]
     assert chunks[1]["choices"][0]["logprobs"]["text_offset"] == [1]
     assert chunks[0]["usage"] is None
-    usage = json.loads(answer.end().split("\n\n")[0][6:])
+    usage = json.loads(response.end().split("\n\n")[0][6:])
     assert usage["choices"] == []
     assert usage["usage"]["prompt_tokens"] == len(job.prompt)
 
@@ -92,17 +94,17 @@ def test_the_token_that_ends_a_text_is_scored_but_not_shown(served: ServedModel,
     )
     for stream in (False, True):
         fields = {"logprobs": 0, "stages": True, "stream": stream}
-        answer = Answer(served, read(COMPLETION, fields), [job], chat=False)
+        response = OpenAIResponse(served, read(COMPLETION, fields), [job], chat=False)
         if stream:
-            (choice,) = _chunks(answer, ended)[0]["choices"]
+            (choice,) = _chunks(response, ended)[0]["choices"]
         else:
-            answer.choices[0].take(ended)
-            (choice,) = answer.whole()["choices"]
+            response.choices[0].take(ended)
+            (choice,) = response.whole()["choices"]
         assert choice["text"] == "a"
         assert choice["logprobs"]["token_logprobs"] == [-1.0, -2.0]
         assert [token["id"] for token in choice["tokens"]] == [97]
     said = {"messages": [{"role": "user"}], "logprobs": True, "stream": True}
-    chunks = _chunks(Answer(served, read(CHAT, said), [job], chat=True), ended)
+    chunks = _chunks(OpenAIResponse(served, read(CHAT, said), [job], chat=True), ended)
     assert [len((chunk["choices"][0]["logprobs"] or {"content": ()})["content"]) for chunk in chunks] == [
         0,
         1,
@@ -112,7 +114,7 @@ def test_the_token_that_ends_a_text_is_scored_but_not_shown(served: ServedModel,
 
 def test_times_and_errors(served: ServedModel, job: Job) -> None:
     clock = job.timings
-    clock.asked, clock.admitted, clock.first, clock.finished = 0.0, 1.0, 2.0, 4.0
+    clock.received, clock.admitted, clock.first, clock.finished = 0.0, 1.0, 2.0, 4.0
     clock.drafted, clock.accepted, job.remaining, job.exits = 4, 3, 0, [0, 0, 3]
     found = timings([job])
     assert (found["queued_ms"], found["first_token_ms"], found["total_ms"]) == (1000, 2000, 4000)

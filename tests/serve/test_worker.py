@@ -56,7 +56,7 @@ async def _writes(worker: Worker, desk: Any, waits: float) -> list[int]:
     deliver = worker._deliver
 
     def counted() -> None:
-        counts.append(sum(len(progress.written) for _, _, progress in worker._told))
+        counts.append(sum(len(progress.written) for _, _, progress in worker._outbox))
         deliver()
 
     worker._deliver = counted  # type: ignore[method-assign]

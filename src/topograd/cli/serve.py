@@ -37,7 +37,8 @@ class Serve:
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The model's id; by default the folder's name."""
     token: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
-    """What clients must send as Authorization: Bearer TOKEN; better set TOPOGRAD_TOKEN, which other users of the machine do not see."""
+    """What clients must send as Authorization: Bearer TOKEN. Better set TOPOGRAD_TOKEN, which other users of
+    the machine do not see."""
     runtime: Annotated[str | None, tyro.conf.arg(metavar="torch|onnx")] = None
     """What runs the model; by default ONNX Runtime for few texts and torch for many, where they can."""
     weights: WeightsFlag = "float32"

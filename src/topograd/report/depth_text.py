@@ -1,4 +1,4 @@
-"""A text in which each token shows how deep it went: an HTML fragment, and a page of its own for it.
+"""Generated text coloured by exit: an HTML fragment, and a page of its own.
 
 Each token carries the stage that it left after as a tint, as the style of its underline, and in words when it
 is pointed at; a table below counts them. Neighbours that left after the same stage are one element. A token
@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from topograd.errors import ConfigError
-from topograd.report.markup import POLICY, escape
-from topograd.report.stylesheet import STYLESHEET
+from topograd.report.markup import POLICY, STYLESHEET, escape
 
 _COLOURS = ((123, 22, 231), (58, 127, 196), (176, 125, 92), (242, 106, 10))
 _LINES = ("solid", "dotted", "dashed", "double", "wavy")
@@ -39,9 +38,7 @@ def depth_fragment(prompt: str, pieces: Sequence[tuple[str, int]], stages: int) 
     """
     for _, stage in pieces:
         if not 0 <= stage < stages:
-            raise ConfigError(
-                f"a token left after stage {stage + 1}", remedy=f"there are stages 1 to {stages}"
-            )
+            raise ConfigError(setting="stage", given=stage + 1, allowed=f"from 1 to {stages}")
     shown = [piece for piece in pieces if piece[0]]
     runs = (
         _span("".join(text for text, _ in run), stage, stages)

@@ -1,8 +1,7 @@
-"""The figures of the whole run: loss, bits per byte by prefix, and the gap over training (1 to 3).
+"""Figures of a run: loss, bits per byte by prefix, and the gap over training (1 to 3).
 
-Each is a `Panel`: a drawing with its words and its numbers as a table. A function here never fails for
-want of data: a panel without a figure says in one sentence why it was left out. Call them inside
-`drawing.style()`.
+Each is a `Panel`: a figure with its caption and its numbers as a table. A function here never fails for
+want of data: the caption of a panel without a figure is the reason. Call them inside `drawing.style()`.
 
 The gap is 100 (BPB of the staged model / BPB of backprop - 1), in percent; BPB is bits per byte of text that
 was not trained on. Limits: raw curves are thinned to `drawing.MAX_POINTS` points, tables to ten rows.
@@ -57,7 +56,7 @@ from topograd.report.tables import (
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure with its words. Without a figure, the caption is the one sentence that says why."""
+    """A figure with its caption and numbers. Without a figure, the caption is the reason."""
 
     name: str
     title: str
@@ -291,12 +290,12 @@ def _gap_lines(axes: Axes, series: Series, places: Array) -> None:
 
 def _gap_table(by_step: Series | None, by_time: Series | None, stages: int) -> Table:
     """The longest prefix's gap at the same step and in the same time, at up to 10 evaluations."""
-    found: dict[float, list[float]] = {}
+    gaps: dict[float, list[float]] = {}
     for side, series in enumerate((by_step, by_time)):
         if series is not None:
             for step, value in zip(series.steps, series.values[:, -1], strict=True):
-                found.setdefault(step, [math.nan, math.nan])[side] = value
-    steps = sorted(found)
-    rows = ((whole(steps[row]), *map(percent, found[steps[row]])) for row in spread(len(steps), 10))
+                gaps.setdefault(step, [math.nan, math.nan])[side] = value
+    steps = sorted(gaps)
+    rows = ((whole(steps[row]), *map(percent, gaps[steps[row]])) for row in spread(len(steps), 10))
     header = ("staged step", "gap at the same step", "gap in the same time")
     return Table(f"Gap of the {prefix_name(stages, stages)}", header, tuple(rows))

@@ -15,8 +15,6 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from topograd.errors import RunError
-from topograd.files import write_atomic
 from topograd.report.drawing import (
     INK,
     Drawing,
@@ -30,7 +28,7 @@ from topograd.report.drawing import (
 )
 from topograd.report.figures import Panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
-from topograd.report.page import figure_sections
+from topograd.report.page import figure_sections, write_page
 from topograd.report.tables import Table, fixed, read_row, whole
 
 FOUND, COMPARED = look(0, 2).colour, look(1, 2).colour
@@ -42,23 +40,17 @@ HEALTHY = {
     "layers whose inputs use every direction": ("84 % to all", "all"),
 }
 """Readings of trained models and of an untrained one: `topograd inspect --scans 1` of the packaged model
-(width 256, 3,600 steps), of the demo's two runs (width 96, 400 steps), and of the backprop one at step 1."""
+(width 256, 3,600 steps), of the demo's staged and backprop runs (width 96, 400 steps), and of the staged run
+at step 1."""
 MAX_NAMES = 60  # directions whose names fit beside the figure
 
 
 def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
+    """Write the page and return its path. The same record gives the same bytes."""
     with style():
         drawn = (direction_panel(record), stream_panel(record), kernel_panel(record), spectra_panel(record))
         rendered = {panel.name: render(panel.figure) for panel in drawn if panel.figure is not None}
-    try:
-        write_atomic(path, _page(record, drawn, rendered))
-    except OSError as problem:
-        reason = problem.strerror
-        raise RunError(
-            f"cannot write {path} ({reason})", remedy="pass --out with a file you can write"
-        ) from None
-    return path
+    return write_page(path, _page(record, drawn, rendered))
 
 
 def _page(record: Mapping[str, Any], drawn: tuple[Panel, ...], rendered: Mapping[str, Drawing]) -> str:
@@ -126,11 +118,11 @@ def _tiles(record: Mapping[str, Any]) -> str:
 
 def _missing(record: Mapping[str, Any]) -> str:
     notes = "".join(f"<li>{escape(words)}</li>" for words in record["refused"])
-    said = f"<ul>{notes}</ul>" if notes else ""
+    reasons = f"<ul>{notes}</ul>" if notes else ""
     if not record["uncovered"]:
-        return said or "<p>Nothing was left out.</p>"
+        return reasons or "<p>Nothing was left out.</p>"
     table = Table("Parameters without factors", ("parameter", "why"), tuple(record["uncovered"].items()))
-    return said + table_html(table, "settings")
+    return reasons + table_html(table, "settings")
 
 
 def stream_panel(record: Mapping[str, Any]) -> Panel:
@@ -154,9 +146,9 @@ def stream_panel(record: Mapping[str, Any]) -> Panel:
     right.plot(depth, ranks, color=FOUND, marker="o", markersize=5)
     without = record["stream_without_massive"]
     if without is not None:
-        kept = [ratio if ratio > 0 else math.nan for ratio in (1.0, *without["ratios"])]
-        left.plot(depth, kept, color=COMPARED, marker="s", markersize=4)
-        low, high = _decades([*shown, *kept])
+        quiet = [ratio if ratio > 0 else math.nan for ratio in (1.0, *without["ratios"])]
+        left.plot(depth, quiet, color=COMPARED, marker="s", markersize=4)
+        low, high = _decades([*shown, *quiet])
         left.set_ylim(low, high)
         right.plot(depth, without["effective_ranks"], color=COMPARED, marker="s", markersize=4)
         ranks = [*ranks, *without["effective_ranks"]]
@@ -289,8 +281,8 @@ def kernel_panel(record: Mapping[str, Any]) -> Panel:
     )
     header = ("norm", "dimensions of the kernel", "|cos|", "share of the variance")
     table = Table("γ's direction against the outputs", header, cells)
-    found = sum(norm["found"] for norm in norms.values())
-    return Panel(name, title, caption, figure, f"{found} of {len(norms)} kernels are found on data.", table)
+    seen = sum(norm["found"] for norm in norms.values())
+    return Panel(name, title, caption, figure, f"{seen} of {len(norms)} kernels are found on data.", table)
 
 
 def spectra_panel(record: Mapping[str, Any]) -> Panel:

@@ -1,16 +1,14 @@
-"""The page of `topograd inspect --series`: every signal over the same axis of steps."""
+"""Page of `topograd inspect --series`: geometry signals of a run's checkpoints over steps."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from topograd.errors import RunError
-from topograd.files import write_atomic
 from topograd.report.drawing import look, new_figure, powers, render, style
 from topograd.report.figures import Panel
 from topograd.report.markup import document, escape, section, tiles_html
-from topograd.report.page import figure_html
+from topograd.report.page import figure_html, write_page
 from topograd.report.tables import Table, fixed, whole
 
 SIGNALS = {
@@ -24,7 +22,7 @@ LINE, MARK = look(0, 2).colour, look(1, 2).colour
 
 
 def write_series(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
+    """Write the page and return its path. The same record gives the same bytes."""
     with style():
         panel = series_panel(record)
         drawing = None if panel.figure is None else render(panel.figure)
@@ -33,12 +31,10 @@ def write_series(path: Path, record: Mapping[str, Any]) -> Path:
         f"{len(record['points'])} checkpoints, all read on this text: {record['text']}, at rank "
         f"{record['rank']}. Nothing here is a rate of an approach."
     )
-    said = "".join(f"<li>{escape(words)}</li>" for words in record["refused"])
-    parts = [
-        figure_html(panel, drawing),
-        section("missing", "What was not said", f"<ul>{said}</ul>" if said else "<p>Everything was.</p>"),
-    ]
-    links = [(panel.name, panel.title), ("missing", "What was not said")]
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in record["refused"])
+    missing = [section("missing", "Not measured", f"<ul>{reasons}</ul>")] if reasons else []
+    parts = [figure_html(panel, drawing), *missing]
+    links = [(panel.name, panel.title), *([("missing", "Not measured")] if missing else [])]
     tiles = tiles_html(
         [
             ("phase over all checkpoints", record["phase"]),
@@ -46,13 +42,7 @@ def write_series(path: Path, record: Mapping[str, Any]) -> Path:
             ("alarms", whole(len(record["alarms"]))),
         ]
     )
-    try:
-        write_atomic(path, document(title, lead, links, parts, tiles))
-    except OSError as problem:
-        raise RunError(
-            f"cannot write {path} ({problem.strerror})", remedy="pass --out with a file you can write"
-        ) from None
-    return path
+    return write_page(path, document(title, lead, links, parts, tiles))
 
 
 def series_panel(record: Mapping[str, Any]) -> Panel:
@@ -86,7 +76,7 @@ def series_panel(record: Mapping[str, Any]) -> Panel:
     table = Table("Signals by step", header, cells)
     return Panel(
         "series",
-        "One axis of steps",
+        "Signals by step",
         caption,
         figure,
         f"{len(known)} signals over {len(points)} steps.",

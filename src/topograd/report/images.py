@@ -1,7 +1,7 @@
-"""The report of a run on pictures: accuracy by exit, early exit, calibration, and pictures to look at.
+"""Report of a run on images: accuracy by exit, early exit, calibration, and examples.
 
-ImageSet are PNG files written into the page as data, which its content policy allows and nothing else; each
-is shown with its label, what the stage says instead, and how sure it is. The rest is as in `page.py`.
+Images are PNG files written into the page as data, which its content policy allows and nothing else; each is
+shown with its label, the stage's prediction, and its confidence. The rest is as in `page.py`.
 """
 
 import base64
@@ -24,22 +24,22 @@ from topograd.report.tables import POOLINGS, Table, fixed, settings, whole
 
 
 def write_image_report(path: Path, run: RunData, against: RunData | None, shown: Mapping[str, Any]) -> Path:
-    """Write the report of `run` to `path`, maybe beside another run, with the pictures in `shown`."""
+    """Write the report of `run` to `path`, maybe beside another run, with the examples in `shown`."""
     with style():
         drawn_panels = _panels(run, against)
         drawn = {panel.name: render(panel.figure) for panel in drawn_panels if panel.figure is not None}
     links, parts, omitted = figure_sections(drawn_panels, drawn)
     parts += [
-        section("pictures", "What each stage gets right and wrong", _pictures(shown)),
-        section("exits", "Where pictures leave", _leaving(shown)),
+        section("examples", "What each stage gets right and wrong", _examples(shown)),
+        section("exits", "Early exits", _leaving(shown)),
         section("numbers", "All the numbers", table_html(_numbers(run, against))),
         section("configuration", "Configuration", table_html(settings(run, against), "settings")),
         omitted,
     ]
-    links += [("pictures", "Right and wrong"), ("exits", "Where pictures leave")]
+    links += [("examples", "Right and wrong"), ("exits", "Early exits")]
     links += [("numbers", "All the numbers"), ("configuration", "Configuration")]
     title = f"{run.name} against {against.name}" if against else run.name
-    page = document(title, _lead(run), links, parts, _tiles(run, against, shown), pictures=True)
+    page = document(title, _lead(run), links, parts, _tiles(run, against, shown), images=True)
     save_page(path, page, drawn_panels, drawn)
     return path
 
@@ -53,13 +53,13 @@ def _lead(run: RunData) -> str:
         else "is one stage: plain backprop"
     )
     trained = f" It was trained for {whole(steps)} steps." if math.isfinite(steps) else ""
-    judged = "Accuracy is that on pictures it was not trained on."
-    return f"This network on pictures ({model}) {cut}.{trained} {judged}"
+    judged = "Accuracy is that on images it was not trained on."
+    return f"This network on images ({model}) {cut}.{trained} {judged}"
 
 
 def _share(value: object) -> str:
-    found = number(value)
-    return f"{fixed(100 * found, 2)}\u00a0%" if math.isfinite(found) else fixed(found)
+    share = number(value)
+    return f"{fixed(100 * share, 2)}\u00a0%" if math.isfinite(share) else fixed(share)
 
 
 def _tiles(run: RunData, against: RunData | None, shown: Mapping[str, Any]) -> str:
@@ -82,7 +82,7 @@ def _tiles(run: RunData, against: RunData | None, shown: Mapping[str, Any]) -> s
 def _panels(run: RunData, against: RunData | None) -> tuple[Panel, ...]:
     loss = loss_panel(run, against)
     if loss.figure is not None:
-        loss.figure.axes[0].set_ylabel("nats per picture")
+        loss.figure.axes[0].set_ylabel("nats per image")
     return loss, _accuracy_panel(run, against), _exit_panel(run), reliability_panel(run, against)
 
 
@@ -107,15 +107,15 @@ def _accuracy_panel(run: RunData, against: RunData | None) -> Panel:
         finite.append(100 * other)
     axes.set_ylim(max(min(finite) - 5, 0), min(max(finite) + 3, 103))
     rows = tuple((f"exit after stage {k + 1}", _share(value)) for k, value in enumerate(prefix))
-    table = Table("Accuracy on held-out pictures", ("exit", "accuracy"), rows)
+    table = Table("Accuracy on held-out images", ("exit", "accuracy"), rows)
     alt = "Accuracy of each exit: " + ", ".join(f"{100 * value:.2f} %" for value in prefix)
-    caption = "The share of held-out pictures that the network names right when it stops after each stage."
+    caption = "The share of held-out images that the network names right when it stops after each stage."
     return Panel(name, title, caption, figure, alt, table)
 
 
 def _curve(run: RunData) -> list[Mapping[str, Any]]:
-    found = run.evaluation.get("exits")
-    return [point for point in found if isinstance(point, Mapping)] if isinstance(found, list) else []
+    exits = run.evaluation.get("exits")
+    return [point for point in exits if isinstance(point, Mapping)] if isinstance(exits, list) else []
 
 
 def _exit_panel(run: RunData) -> Panel:
@@ -138,7 +138,7 @@ def _exit_panel(run: RunData) -> Panel:
     )
     table = Table("Early exit by confidence", ("leave at", "accuracy", "mean depth"), rows)
     caption = (
-        "A picture leaves at the first stage whose largest probability reaches the number beside the point. "
+        "An image leaves at the first stage whose largest probability reaches the number beside the point. "
         "Higher and further to the left is better."
     )
     alt = "Accuracy against mean depth: " + "; ".join(
@@ -147,14 +147,14 @@ def _exit_panel(run: RunData) -> Panel:
     return Panel(name, title, caption, figure, alt, table)
 
 
-def _pictures(shown: Mapping[str, Any]) -> str:
+def _examples(shown: Mapping[str, Any]) -> str:
     blocks = []
     for k, stage in enumerate(shown["stages"], start=1):
         won = "that the stage before got wrong" if stage.get("corrected") else "the least sure first"
         blocks.append(f"<h3>Stage {k}: {_share(stage['accuracy'])} right</h3>")
         blocks.append(f'<p class="note">Right, {won}:</p>{_gallery(stage["right"])}')
         blocks.append(f'<p class="note">Wrong, the surest first:</p>{_gallery(stage["wrong"])}')
-    looked = f'<p class="note">Chosen among {whole(number(shown["looked_through"]))} held-out pictures.</p>'
+    looked = f'<p class="note">Chosen among {whole(number(shown["looked_through"]))} held-out images.</p>'
     return looked + "\n".join(blocks)
 
 
@@ -164,34 +164,34 @@ def _leaving(shown: Mapping[str, Any]) -> str:
         return '<p class="missing">The network has one exit.</p>'
     blocks = []
     for k, stage in enumerate(stages, start=1):
-        words = f"After stage {k}: {_share(stage['share'])} of the pictures"
+        words = f"After stage {k}: {_share(stage['share'])} of the images"
         if stage["accuracy_of_leaving"] is not None:
             words += f", {_share(stage['accuracy_of_leaving'])} of them right"
         blocks.append(f"<h3>{escape(words)}</h3>{_gallery(stage['leaving'])}")
     sure = 100 * number(shown["threshold"])
-    note = f"A picture leaves as soon as a stage is {sure:g} % sure; the least sure first."
+    note = f"An image leaves as soon as a stage is {sure:g} % sure; the least sure first."
     return f'<p class="note">{escape(note)}</p>' + "\n".join(blocks)
 
 
 def _gallery(records: Sequence[Mapping[str, Any]]) -> str:
     if not records:
         return '<p class="missing">None among those that were looked through.</p>'
-    return f'<div class="gallery">{"".join(map(_picture, records))}</div>'
+    return f'<div class="gallery">{"".join(map(_example, records))}</div>'
 
 
-def _picture(record: Mapping[str, Any]) -> str:
+def _example(record: Mapping[str, Any]) -> str:
     label, guess = record["label"], record["guess"]
     sure = f"{100 * number(record['confidence']):.0f} %"
     words = f"{label}, {sure}" if label == guess else f"{label}, not {guess}: {sure}"
     data = base64.b64encode(png(record["pixels"])).decode()
     return (
-        f'<figure><img src="data:image/png;base64,{data}" alt="a picture of class {escape(label)}">'
+        f'<figure><img src="data:image/png;base64,{data}" alt="an image of class {escape(label)}">'
         f"<figcaption>{escape(words)}</figcaption></figure>"
     )
 
 
 def png(pixels: Sequence[Any]) -> bytes:
-    """A picture (channels, height, width) of bytes as a PNG file; one channel is grey."""
+    """An image (channels, height, width) of bytes as a PNG file; one channel is grey."""
     array = np.asarray(pixels, dtype=np.uint8)
     file = io.BytesIO()
     if len(array) == 3:
@@ -214,6 +214,6 @@ def _numbers(run: RunData, against: RunData | None) -> Table:
         rows.append((f"accuracy, exit {k + 1}", *(_share(v[k] if k < len(v) else None) for v in values)))
     for how, words in POOLINGS.items():
         rows.append((f"accuracy, {words}", *(_share(entry(r.evaluation, "accuracy", how)) for r in runs)))
-    for key, words in (("images", "pictures read"), ("seconds", "seconds of training")):
+    for key, words in (("images", "images read"), ("seconds", "seconds of training")):
         rows.append((words, *(whole(number(r.evaluation.get(key))) for r in runs)))
-    return Table("Readings on held-out pictures", ("reading", *(r.name for r in runs)), tuple(rows))
+    return Table("Readings on held-out images", ("reading", *(r.name for r in runs)), tuple(rows))

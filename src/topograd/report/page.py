@@ -48,9 +48,9 @@ _DECODING_COLUMNS = (
     ("acceptance", "acceptance", 2),
 )
 _DECODING_NOTE = (
-    "Full depth runs every stage for every token. A prefix stops after some of them. Wand lets a token leave "
-    "where its lead is large; agreement is the share of held-out tokens that it writes as full depth would. "
-    "Speculation drafts with the first stages and lets the others verify: it writes what full depth writes."
+    "Full depth runs every stage for every token. A prefix stops after some of them. Wand lets a token exit "
+    "early where its margin is large; agreement is the share of held-out tokens that full depth has too. "
+    "Speculation drafts tokens and verifies them at full depth: its text is that of full depth."
 )
 
 
@@ -72,6 +72,20 @@ def write_report(
     return path
 
 
+def write_page(path: Path, page: str) -> Path:
+    """Write a page whole or not at all, and return its path."""
+    try:
+        write_atomic(path, page)
+    except OSError as problem:
+        raise RunError(
+            f"cannot write {path} ({problem.strerror})",
+            setting="out",
+            given=str(path),
+            remedy="pass --out with a file you can write",
+        ) from None
+    return path
+
+
 def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str, Drawing]) -> None:
     """Write the figures beside the page, and the page last; figures that were left out are removed."""
     figures = path.parent / "figures"
@@ -88,6 +102,8 @@ def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str
     except OSError as problem:
         raise RunError(
             f"cannot write the report {path} ({problem.strerror})",
+            setting="out",
+            given=str(path),
             remedy="pass a file in a folder you can write",
         ) from None
 
@@ -258,7 +274,7 @@ def decoding_section(decoding: Mapping[str, Any] | None) -> str:
     if not isinstance(ways, list) or not ways:
         return ""
     table = Table(
-        "Ways of running the reference model, one text at a time",
+        "Decode strategies of the packaged model, one text at a time",
         ("way", *(name for _, name, _ in _DECODING_COLUMNS)),
         tuple(
             (
@@ -269,7 +285,7 @@ def decoding_section(decoding: Mapping[str, Any] | None) -> str:
         ),
     )
     note = f'<p class="note">{escape(_DECODING_NOTE)}</p>'
-    body = f"{note}{table_html(table)}{_picture(entry(decoding, 'picture'))}"
+    body = f"{note}{table_html(table)}{_coloured_text(entry(decoding, 'picture'))}"
     return section("decoding", "As much depth as a token needs", body)
 
 
@@ -278,8 +294,8 @@ def _cell(way: object, key: str, digits: int) -> str:
     return fixed(value, digits) if digits else whole(value)
 
 
-def _picture(picture: object) -> str:
-    """The text in its colours; nothing if it is not there or not whole."""
+def _coloured_text(picture: object) -> str:
+    """The text coloured by exit; empty if it is missing or incomplete."""
     pieces, stages = entry(picture, "pieces"), entry(picture, "stages")
     if not isinstance(pieces, list) or not isinstance(stages, int):
         return ""

@@ -1,6 +1,6 @@
-"""The page of a Pareto study: the configurations by two properties that the reader chooses, the front marked.
+"""Page of a Pareto search: configurations by two properties that the reader chooses, with the front.
 
-It reads the plain record that `topograd search pareto` answers with: `trials`, `objectives` and `space`. The
+It reads the plain record of `topograd search pareto --json`: `trials`, `objectives` and `space`. The
 page stands alone, as a report does: no script, nothing loaded, every text escaped. The plot is in
 `pareto_plot`; a table below it has every number.
 """
@@ -10,24 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from topograd.errors import RunError
-from topograd.files import write_atomic
 from topograd.report.drawing import look
 from topograd.report.markup import document, escape, section, table_html, tiles_html
+from topograd.report.page import write_page
 from topograd.report.pareto_plot import KINDS, STYLE, Axis, Record, Trial, field_html, kind_of, rules
 from topograd.report.tables import DASH, Table, whole
 
 
 def write_pareto(path: Path, record: Record) -> Path:
-    """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
-    try:
-        write_atomic(path, _page(record))
-    except OSError as problem:
-        reason = problem.strerror
-        raise RunError(
-            f"cannot write {path} ({reason})", remedy="pass --out with a folder you can write"
-        ) from None
-    return path
+    """Write the page and return its path. The same record gives the same bytes."""
+    return write_page(path, _page(record))
 
 
 def _page(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""A plot by two properties that the reader chooses, without script: marks that move and cards that show.
+"""Interactive scatter plot without script: marks that move between axes, and a card for each mark.
 
 The marks are the radio buttons of one group, so that the mouse, a touch and the arrow keys all reach them.
 Each has its place along every property as a CSS variable, and a rule for each choice says which two places
@@ -149,15 +149,15 @@ def kind_of(trial: Trial) -> str:
 
 def rules(properties: int) -> str:
     """What each choice of two properties shows: marks in their places, two scales and a line."""
-    found = []
+    lines = []
     for i in range(properties):
         across, up = f".pareto:has(#across-{i}:checked)", f".pareto:has(#up-{i}:checked)"
-        found += [f"{across} .across-{i},{up} .up-{i}{{display:inline}}"]
-        found += [f"{across} .point{{left:var(--v{i})}}{up} .point{{bottom:var(--v{i})}}"]
+        lines += [f"{across} .across-{i},{up} .up-{i}{{display:inline}}"]
+        lines += [f"{across} .point{{left:var(--v{i})}}{up} .point{{bottom:var(--v{i})}}"]
         for j in (j for j in range(properties) if j != i):
             both = f"{across}:has(#up-{j}:checked)"
-            found += [f"{both} .line-{i}-{j}{{display:inline}}{both} .point{{translate:var(--o{i}-{j},0 0)}}"]
-    return "\n".join(found)
+            lines += [f"{both} .line-{i}-{j}{{display:inline}}{both} .point{{translate:var(--o{i}-{j},0 0)}}"]
+    return "\n".join(lines)
 
 
 def field_html(
@@ -242,13 +242,13 @@ def _up(percent: float) -> float:
 def _places(trials: Sequence[Trial], axes: Sequence[Axis]) -> list[str]:
     """For each trial the variables that the rules read: places --vI, and steps aside --oI-J (right, down)."""
     places = np.array([[axis.place(axis.read(trial)) for axis in axes] for trial in trials])
-    found = [[f"--v{i}:{place:.2f}%" for i, place in enumerate(row)] for row in places]
+    variables = [[f"--v{i}:{place:.2f}%" for i, place in enumerate(row)] for row in places]
     for i in range(len(axes)):
         for j in range(i + 1, len(axes)):
             for point, (x, y) in enumerate(_aside(places[:, [i, j]], [axes[i].sign, axes[j].sign])):
                 if x or y:
-                    found[point] += [f"--o{i}-{j}:{x:g}px {0 - y:g}px", f"--o{j}-{i}:{y:g}px {0 - x:g}px"]
-    return [";".join(variables) for variables in found]
+                    variables[point] += [f"--o{i}-{j}:{x:g}px {0 - y:g}px", f"--o{j}-{i}:{y:g}px {0 - x:g}px"]
+    return [";".join(each) for each in variables]
 
 
 def _aside(places: NDArray[np.float64], signs: Sequence[int]) -> NDArray[np.float64]:

@@ -34,8 +34,8 @@ def write_specialist_report(path: Path, name: str, settings: Row, base: str, rec
     losses = [record for record in records if record["kind"] == "train"]
     readings = [record for record in records if record["kind"] == "preservation"]
     with style():
-        found = (_loss_panel(losses), _base_panel(readings), _tasks_panel(readings))
-        drawn_panels = [panel for panel in found if panel is not None]
+        every = (_loss_panel(losses), _base_panel(readings), _tasks_panel(readings))
+        drawn_panels = [panel for panel in every if panel is not None]
         drawn = {panel.name: render(panel.figure) for panel in drawn_panels if panel.figure is not None}
     figure_links, figures, omitted = figure_sections(drawn_panels, drawn)
     parts = [
@@ -138,7 +138,7 @@ def _base_panel(readings: Records) -> Panel:
 
 
 def _tasks_panel(readings: Records) -> Panel | None:
-    """Zero-shot tasks over the checkpoints, where some were asked."""
+    """Zero-shot tasks over the checkpoints, if there are any."""
     tasks = list(readings[-1].get("base_tasks", ()))
     if not tasks:
         return None
@@ -152,7 +152,7 @@ def _tasks_panel(readings: Records) -> Panel | None:
     last = readings[-1]
     rows = tuple((t, fixed(last["base_tasks"][t], 3), fixed(last["tasks"][t], 3)) for t in tasks)
     table = Table("Accuracy at the last checkpoint", ("task", "base", "with the specialist"), rows)
-    caption = "Accuracy on tasks that are asked without examples, some items of each."
+    caption = "Zero-shot accuracy on some items of each task."
     return Panel("tasks", "Zero-shot tasks", caption, figure, f"Accuracy. {read_row(table, 0)}", table)
 
 

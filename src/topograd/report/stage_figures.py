@@ -1,7 +1,7 @@
-"""The figures that look at the stages one by one: calibration, memory, rank and usefulness (4 to 6), and,
-where `topograd eval` left them, CORE and weights in fewer bits by prefix.
+"""Figures by stage: calibration, memory, rank and usefulness (4 to 6), CORE and quantized weights.
 
-As in `figures`: a panel without a figure says why, and all is called inside `drawing.style()`.
+The last two need what `topograd eval` stored. As in `figures`: the caption of a panel without a figure is the
+reason, and all is called inside `drawing.style()`.
 
 The numbers come from the evaluation as they are: expected calibration error and reliability bins, effective
 rank, and tail usefulness U_k = CE(A_{k-1}, y) - CE(A_{k-1} + z_k, y) in nats per token, A_k the sum of the
@@ -93,7 +93,7 @@ def _diagrams(run: RunData, stages: int) -> list[_Diagram]:
     recorded = run.evaluation.get("reliability")
     recorded = recorded if isinstance(recorded, list | tuple) else []
     errors = numbers(run.evaluation.get("ece"))
-    found = []
+    diagrams = []
     for k, bins in enumerate(recorded):
         columns = [numbers(entry(bins, key)) for key in ("confidence", "accuracy", "count")]
         length = min(map(len, columns))
@@ -104,8 +104,8 @@ def _diagrams(run: RunData, stages: int) -> list[_Diagram]:
             ece = errors[k] if k < len(errors) else math.nan
             share = table[2] / table[2].sum()
             words = (f"stage {k + 1}", stage.colour, stage.marker)
-            found.append(_Diagram(*words, table[0], table[1], share, length, ece))
-    return found
+            diagrams.append(_Diagram(*words, table[0], table[1], share, length, ece))
+    return diagrams
 
 
 def _draw_diagram(axes: Axes, diagram: _Diagram) -> None:
@@ -260,11 +260,11 @@ def _draw_sides(sides: list[tuple[str, str, list[Bar]]], *, stacked: bool) -> Fi
 
 def core_panel(staged: RunData, backprop: RunData | None) -> Panel | None:
     """The figure, if the run was evaluated on CORE."""
-    found = _core_rows(staged.evaluation.get("core"))
-    if not found:
+    exits = _core_rows(staged.evaluation.get("core"))
+    if not exits:
         return None
     name = str(entry(staged.evaluation.get("core"), "name"))
-    rows = [(f"stages 1..{k}" if len(found) > 1 else "all stages", *row) for k, row in enumerate(found, 1)]
+    rows = [(f"stages 1..{k}" if len(exits) > 1 else "all stages", *row) for k, row in enumerate(exits, 1)]
     other = _core_rows(backprop.evaluation.get("core")) if backprop else []
     same = _core_asked(staged.evaluation.get("core")) == _core_asked(
         backprop.evaluation.get("core") if backprop else None
@@ -294,7 +294,7 @@ def core_panel(staged: RunData, backprop: RunData | None) -> Panel | None:
 
 
 def _core_asked(core: Mapping[str, Any] | None) -> object:
-    """What was asked: the name of the mean, and how many items of each task."""
+    """The settings of an evaluation: the name of the mean, and the number of items of each task."""
     tasks = entry(core, "tasks")
     counts = {label: entry(task, "items") for label, task in tasks.items()} if isinstance(tasks, dict) else {}
     return entry(core, "name"), entry(core, "baselines"), counts
@@ -314,19 +314,19 @@ def _core_rows(core: Mapping[str, Any] | None) -> list[tuple[float, float, float
 
 def precision_panel(run: RunData) -> Panel | None:
     """The figure, if the run was evaluated with such weights."""
-    found = {
+    by_precision = {
         name: rows
         for name in PRECISIONS
         if (rows := _precision_rows(entry(run.evaluation.get("precision"), name)))
     }
-    if not found:
+    if not by_precision:
         return None
     figure = new_figure(3.0)
     cost, agreement = panels(figure, 2)
     cells = []
-    for place, (name, rows) in enumerate(found.items()):
+    for place, (name, rows) in enumerate(by_precision.items()):
         exits = range(1, len(rows) + 1)
-        style = look(place, len(found))
+        style = look(place, len(by_precision))
         above = [percent_above(bpb, own) for bpb, own, _ in rows]
         cost.plot(exits, above, marker="o", color=style.colour, label=name)
         agreement.plot(
@@ -339,7 +339,7 @@ def precision_panel(run: RunData) -> Panel | None:
     for axes, label in ((cost, "BPB above float32, %"), (agreement, "same likeliest token, %")):
         axes.set_xlabel("stages")
         axes.set_ylabel(label)
-        axes.set_xticks(range(1, max(map(len, found.values())) + 1))
+        axes.set_xticks(range(1, max(map(len, by_precision.values())) + 1))
         axes.legend()
     columns = ("weights", "stages", "BPB", "float32", "above, %", "same token, %")
     alt = (

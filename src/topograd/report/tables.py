@@ -1,4 +1,4 @@
-"""The numbers of a report as tables of text, and how numbers are written.
+"""Tables of a report, and the format of numbers.
 
 A number that is not known is written as a dash. Text is not escaped here: the page does that.
 """
@@ -153,12 +153,12 @@ def settings(staged: RunData, backprop: RunData | None) -> Table:
     """The configuration with dotted names; where two runs differ, a last column says so."""
     ours = _flatten(staged.config)
     if backprop is None:
-        return Table("What was asked for", ("setting", "value"), tuple(ours.items()))
+        return Table("Settings of the run", ("setting", "value"), tuple(ours.items()))
     theirs = _flatten(backprop.config)
     keys = [*ours, *(key for key in theirs if key not in ours)]
     pairs = ((key, ours.get(key, DASH), theirs.get(key, DASH)) for key in keys)
     rows = tuple((key, one, two, "" if one == two else "differs") for key, one, two in pairs)
-    return Table("What was asked for", ("setting", *_columns(backprop), "difference"), rows)
+    return Table("Settings of the runs", ("setting", *_columns(backprop), "difference"), rows)
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""The application: routes, and how a request's texts become its answer.
+"""HTTP application: routes, and the response to a request from the progress of its jobs.
 
 Bodies are read with a limit on bytes and time. A request's jobs go to the worker; their progress comes back
-through one inbox. A client that goes away is noticed whether it streams or not, and its jobs are cancelled.
+through one inbox. The jobs of a client that disconnects are cancelled, whether it streams or not.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from topograd.serve.request_schema import (
     Field,
     RequestError,
     read,
+    unsupported,
 )
-from topograd.serve.responses import Answer, error_body, event
+from topograd.serve.responses import OpenAIResponse, error_body, event
 from topograd.serve.texts import ServedModel
 from topograd.serve.worker import Inbox, Worker
 
 AT_ONCE = 2**14
 """Bodies up to this many bytes are read on the event loop; longer ones would keep others waiting."""
 GONE = -1
-"""In an inbox, for a client that went away."""
+"""Index in an inbox that stands for a client that disconnected."""
 
 
 class Service:
@@ -110,78 +111,80 @@ class Service:
         return JSONResponse({**base, "id": wanted})
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._asked(request, TOKENIZE)
-        self.served.depth(asked)
-        if (asked["prompt"] is None) == (asked["content"] is None):
+        params = await self._params(request, TOKENIZE)
+        self.served.depth(params)
+        if (params["prompt"] is None) == (params["content"] is None):
             raise RequestError("give the text as prompt, or as content, but not as both", "prompt")
-        text = asked["content"] if asked["prompt"] is None else asked["prompt"]
-        way = self.served.encode if asked["add_special_tokens"] else self.served.encode_bare
+        text = params["content"] if params["prompt"] is None else params["prompt"]
+        way = self.served.encode if params["add_special_tokens"] else self.served.encode_bare
         tokens = await asyncio.to_thread(way, text)
         body = {"tokens": tokens, "count": len(tokens), "max_model_len": self.served.context}
         pieces = [self.served.piece(token).decode("utf-8", "replace") for token in tokens]
         return JSONResponse({**body, "pieces": pieces})
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._asked(request, DETOKENIZE)
-        self.served.depth(asked)
-        tokens = self.served.checked(asked["tokens"], "tokens")
+        params = await self._params(request, DETOKENIZE)
+        self.served.depth(params)
+        tokens = self.served.checked(params["tokens"], "tokens")
         return JSONResponse({"prompt": self.served.decode(tokens)})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What lm-eval asks for, so that it needs no tokenizer of its own."""
+        """Special tokens and the chat template: lm-eval reads them and needs no tokenizer of its own."""
         return JSONResponse({**self.served.special_tokens, "chat_template": self.chats.template})
 
     async def completions(self, request: Request) -> Response:
-        asked = await self._asked(request, COMPLETION)
-        if asked["best_of"] not in (None, asked["n"]):
-            raise RequestError(f"best_of is {asked['best_of']}; leave it out: every text is sent", "best_of")
+        params = await self._params(request, COMPLETION)
+        if params["best_of"] not in (None, params["n"]):
+            raise unsupported("best_of", "only the value of n: every text is returned")
         inbox: Inbox = asyncio.Queue()
 
         def prepare() -> list[Job]:
-            prompts = self.served.prompts(asked["prompt"], self.served.vocabulary(asked))
+            prompts = self.served.prompts(params["prompt"], self.served.vocabulary(params))
             return self.served.jobs(
-                asked, prompts, asked["max_tokens"], lambda i: self.worker.on_progress(inbox, i)
+                params, prompts, params["max_tokens"], lambda i: self.worker.on_progress(inbox, i)
             )
 
-        long = len(asked["prompt"]) > AT_ONCE // 4
+        long = len(params["prompt"]) > AT_ONCE // 4
         jobs = await asyncio.to_thread(prepare) if long else prepare()
         for job in jobs:
-            job.logprobs = asked["logprobs"]
-            job.score_prompt = asked["echo"] and asked["logprobs"] is not None
-        return await self._answer(request, Answer(self.served, asked, jobs, chat=False), jobs, inbox)
+            job.logprobs = params["logprobs"]
+            job.score_prompt = params["echo"] and params["logprobs"] is not None
+        return await self._respond(
+            request, OpenAIResponse(self.served, params, jobs, chat=False), jobs, inbox
+        )
 
     async def chat(self, request: Request) -> Response:
-        asked = await self._asked(request, CHAT)
-        if asked["top_logprobs"] and not asked["logprobs"]:
+        params = await self._params(request, CHAT)
+        if params["top_logprobs"] and not params["logprobs"]:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-        most = asked["max_completion_tokens"]
-        tokens = asked["max_tokens"] if most is None else most
-        words = self.served.vocabulary(asked)
-        prompt = await asyncio.to_thread(self.chats.prompt, asked["messages"], words)
+        most = params["max_completion_tokens"]
+        tokens = params["max_tokens"] if most is None else most
+        words = self.served.vocabulary(params)
+        prompt = await asyncio.to_thread(self.chats.prompt, params["messages"], words)
         inbox: Inbox = asyncio.Queue()
-        jobs = self.served.jobs(asked, [prompt], tokens, lambda i: self.worker.on_progress(inbox, i))
+        jobs = self.served.jobs(params, [prompt], tokens, lambda i: self.worker.on_progress(inbox, i))
         for job in jobs:
-            job.logprobs = (asked["top_logprobs"] or 0) if asked["logprobs"] else None
-        return await self._answer(request, Answer(self.served, asked, jobs, chat=True), jobs, inbox)
+            job.logprobs = (params["top_logprobs"] or 0) if params["logprobs"] else None
+        return await self._respond(request, OpenAIResponse(self.served, params, jobs, chat=True), jobs, inbox)
 
     async def candidates(self, request: Request) -> Response:
-        """What each stage would have written behind each token, and how sure it was of the one that came."""
-        asked = await self._asked(request, CANDIDATES)
-        self.served.depth(asked)
-        tokens = self.served.checked(asked["tokens"], "tokens")
+        """The likeliest tokens of each stage at each position, and the log-probability of the actual one."""
+        params = await self._params(request, CANDIDATES)
+        self.served.depth(params)
+        tokens = self.served.checked(params["tokens"], "tokens")
         inbox: Inbox = asyncio.Queue()
         plain = {"n": 1, "depth": "full", "model": None, "stop": (), "seed": 0, "temperature": 0}
         plain |= {"top_k": None, "top_p": 1, "ignore_eos": False, "specialists": (), "weights": None}
         jobs = self.served.jobs(plain, [tokens], 0, lambda i: self.worker.on_progress(inbox, i))
-        jobs[0].candidates = asked["top"]
+        jobs[0].candidates = params["top"]
         self._submit(jobs)
         async with self._watch(request, jobs, inbox):
-            found = None
+            candidates = None
             while True:
                 index, progress = await inbox.get()
                 if index == GONE:
                     raise ClientDisconnect
-                found = progress.candidates or found
+                candidates = progress.candidates or candidates
                 if progress.finish:
                     break
         _check(progress)
@@ -193,16 +196,18 @@ class Service:
                 }
                 for score in stage
             ]
-            for stage in found or ()
+            for stage in candidates or ()
         ]
         return JSONResponse({"tokens": tokens, "stages": stages})
 
-    async def _answer(self, request: Request, answer: Answer, jobs: list[Job], inbox: Inbox) -> Response:
+    async def _respond(
+        self, request: Request, response: OpenAIResponse, jobs: list[Job], inbox: Inbox
+    ) -> Response:
         self._submit(jobs)
-        if answer.asked["stream"]:
+        if response.params["stream"]:
             accepted: list[tuple[int, Progress]] = []
             async with self._watch(request, jobs, inbox):
-                while not accepted:  # the first word says whether it can be done at all
+                while not accepted:  # the first progress is an error where the depth is impossible
                     accepted.append(await inbox.get())
             index, progress = accepted[0]
             if index == GONE:
@@ -210,43 +215,43 @@ class Service:
             if progress.finish == "error":
                 _cancel(jobs)
             _check(progress)
-            return EventStream(lambda: self._events(answer, inbox), jobs)
+            return EventStream(lambda: self._events(response, inbox), jobs)
         left = len(jobs)
         async with self._watch(request, jobs, inbox):
             while left:
                 index, progress = await inbox.get()
                 if index == GONE:
                     raise ClientDisconnect
-                answer.choices[index].take(progress)
+                response.choices[index].take(progress)
                 if progress.finish in ("error", "cancelled"):
                     _cancel(jobs)
                 _check(progress)
                 left -= progress.finish is not None
-        return JSONResponse(answer.whole())
+        return JSONResponse(response.whole())
 
-    async def _events(self, answer: Answer, inbox: Inbox) -> AsyncIterator[str]:
-        left = len(answer.choices)
+    async def _events(self, response: OpenAIResponse, inbox: Inbox) -> AsyncIterator[str]:
+        left = len(response.choices)
         while left:
-            said: list[str] = []
+            events: list[str] = []
             for index, progress in [await inbox.get(), *(inbox.get_nowait() for _ in range(inbox.qsize()))]:
                 if progress.finish in ("error", "cancelled"):
-                    _cancel([choice.job for choice in answer.choices])
+                    _cancel([choice.job for choice in response.choices])
                     try:
                         _check(progress)
                     except RequestError as error:
-                        yield "".join(said) + event(error_body(error.message, error.status))
+                        yield "".join(events) + event(error_body(error.message, error.status))
                     return
-                said += answer.chunks(index, progress)
+                events += response.chunks(index, progress)
                 left -= progress.finish is not None
             if not left:
-                said.append(answer.end())
-            if said:
-                yield "".join(said)
+                events.append(response.end())
+            if events:
+                yield "".join(events)
 
     def _submit(self, jobs: list[Job]) -> None:
         if not self.worker.room(len(jobs)):
             raise RequestError(
-                f"{self.worker.busy[1]} texts wait already and here are {len(jobs)} more; try again later",
+                f"{self.worker.busy[1]} texts are queued, and this request has {len(jobs)}; try again later",
                 status=429,
                 code="too_many_requests",
             )
@@ -254,7 +259,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _watch(self, request: Request, jobs: list[Job], inbox: Inbox) -> AsyncIterator[None]:
-        """Cancel the jobs if the client goes away meanwhile."""
+        """Cancel the jobs if the client disconnects meanwhile."""
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -271,7 +276,7 @@ class Service:
         finally:
             task.cancel()
 
-    async def _asked(self, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
+    async def _params(self, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
         limits = self.served.limits
         parts, size = [], 0
         try:
@@ -292,7 +297,7 @@ class Service:
 
 
 def describe(served: ServedModel, chats: Chats) -> list[dict[str, Any]]:
-    """The model under its name, with what a page needs to know, and under name:depth."""
+    """The entries of /v1/models: the model with its details, and an id name:depth for each known depth."""
     session = served.model.session
     common = {"object": "model", "created": served.started, "owned_by": "topograd"}
     exits = session.plan.predicting()
@@ -314,7 +319,7 @@ def describe(served: ServedModel, chats: Chats) -> list[dict[str, Any]]:
 
 
 class EventStream(Response):
-    """Server-sent events, whose jobs are cancelled when the client goes away."""
+    """Server-sent events, whose jobs are cancelled when the client disconnects."""
 
     def __init__(self, events: Callable[[], AsyncIterator[str]], jobs: list[Job]) -> None:
         super().__init__(media_type="text/event-stream")
@@ -329,8 +334,8 @@ class EventStream(Response):
 
         async def write() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for said in self.events():
-                await send({"type": "http.response.body", "body": said.encode(), "more_body": True})
+            async for chunk in self.events():
+                await send({"type": "http.response.body", "body": chunk.encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
         tasks = [asyncio.create_task(watch()), asyncio.create_task(write())]
@@ -362,8 +367,8 @@ def _read_body(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
     try:
         given = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        said = str(error).partition(":")[0][:100]
-        raise RequestError(f"the body is not JSON: {said}; send a JSON object") from None
+        reason = str(error).partition(":")[0][:100]
+        raise RequestError(f"the body is not JSON: {reason}; send a JSON object") from None
     return read(fields, given)
 
 
@@ -381,13 +386,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "there is no such address here; see /openapi.json", 405: "this address takes another method"}
-    message = said.get(error.status_code, str(error.detail))
+    messages = {404: "there is no such route; see /openapi.json", 405: "this route takes another method"}
+    message = messages.get(error.status_code, str(error.detail))
     return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone
 
 
 @cache

@@ -1,9 +1,9 @@
-"""How fast a server writes several texts at once at some depth, over the same texts at full depth.
+"""Speedup of a depth over full depth in a server with several clients.
 
-Texts of source code, which repeats itself as code does, are continued by as many clients as asked for, each
-with one text at a time. The scheduler of the server runs them, without sockets, so that the model's own speed
-is measured. Depths take turns; a speedup is the median over rounds of the seconds at full depth over those at
-the depth (`timing.py`), prompts included.
+Each client continues stretches of source code, which repeats itself as code does, one text at a time. The
+scheduler of the server runs them without sockets, so that the model's own speed is measured. Depths take
+turns; a speedup is the median over rounds of the seconds at full depth over those at the depth (`timing.py`),
+prompts included.
 
     mismatches    texts that leave full depth's elsewhere than where its two best logits are closer than
                   rounding between batch shapes; those are `ties` (`decode/agreement.py`). Greedy text.
@@ -51,9 +51,7 @@ def bench_serve(session: LoadedTextRun, engine: Engine, settings: ServeSettings)
     prompts = code_prompts(session, settings)
     scheduler = Scheduler(session, engine, Limits(rows=settings.clients), Counters())
     if settings.depth != "full" and scheduler.strategy(settings.depth).engine.plan is not engine.plan:
-        raise ConfigError(
-            f"depth {settings.depth!r} is measured by bench decode", remedy="give a prefix or speculate"
-        )
+        raise ConfigError(setting="depth", given=settings.depth, allowed="full, a prefix or speculate")
     written = {
         depth: _write(scheduler, prompts, depth, settings.tokens) for depth in ("full", settings.depth)
     }
@@ -86,9 +84,9 @@ def code_prompts(session: LoadedTextRun, settings: ServeSettings) -> list[list[i
     length = min(settings.prompt_tokens, session.config.model.context // 2)
     if length + settings.tokens > session.config.model.context:
         raise ConfigError(
-            f"{length} prompt tokens and {settings.tokens} more pass the model's context of "
-            f"{session.config.model.context}",
-            remedy="give fewer --tokens",
+            setting="tokens",
+            given=settings.tokens,
+            allowed=f"at most {session.config.model.context - length} behind {length} prompt tokens",
         )
     prompts: list[list[int]] = []
     place = 0
@@ -113,12 +111,12 @@ def _write(
     jobs = []
     for text, prompt in zip(texts, prompts, strict=True):
 
-        def keep(progress: Progress, text: list[Emitted] = text) -> None:
+        def collect(progress: Progress, text: list[Emitted] = text) -> None:
             if progress.finish == "error":
                 raise ConfigError(progress.error)
             text.extend(Emitted(token.token, token.exit) for token in progress.written)
 
-        jobs.append(Job(prompt, tokens, depth, Sampling(), TextStream(tokenizer), keep))
+        jobs.append(Job(prompt, tokens, depth, Sampling(), TextStream(tokenizer), collect))
     for job in jobs:
         scheduler.add([job])
     while scheduler.step():

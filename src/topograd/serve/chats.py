@@ -1,7 +1,7 @@
-"""From messages to a prompt: by the model's own template, in a process that is started before it is needed.
+"""Chat prompts by the model's template, rendered in a process that is started ahead of time.
 
-A template is a stranger's program, so each conversation gets a process of its own (`models/chat.py`). To
-start one takes longer than to render: the next is started as soon as the last was used.
+A template is untrusted code, so each conversation gets a process of its own (`convert/chat.py`). Starting one
+takes longer than rendering: the next is started as soon as the last was used.
 
 A model without a template gets the messages' texts with an empty line between them, and nothing else: such a
 model was not trained on conversations. Its specialists may have been: they get the template that `finetune`
@@ -35,9 +35,9 @@ class Chats:
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], vocabulary: Vocabulary | None = None
     ) -> list[int]:
-        """The tokens of a conversation, ready for the answer; not on the event loop.
+        """The tokens of a conversation up to the assistant's turn; not on the event loop.
 
-        `vocabulary` is of the specialists that are to answer it.
+        `vocabulary` is that of the active specialists.
         """
         plain = [{**message, "content": _text(message.get("content"))} for message in messages]
         template = self.template if vocabulary is None else template_of(vocabulary)
@@ -53,7 +53,7 @@ class Chats:
         return encode(text) or [tokenizer.separator]
 
     def close(self) -> None:
-        """End the process that waits."""
+        """End the process that was started ahead."""
         if self._renderer is not None:
             self._renderer.close()
 

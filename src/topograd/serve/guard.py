@@ -1,13 +1,13 @@
-"""Who may ask, and how much: in front of everything else.
+"""Access control in front of the application.
 
-    Host      where no token is needed, only names of this machine: a page elsewhere cannot reach the server
+    Host      without a token only names of this machine are allowed: a page elsewhere cannot reach the server
               under a name of its own (DNS rebinding)
-    Origin    a page of another site is refused, so it can neither read an answer nor cost anything (CORS is
+    Origin    a page of another site gets 403, so it can neither read a response nor cost anything (CORS is
               closed: no header of it is ever sent)
     token     `Authorization: Bearer TOKEN`, wherever the server can be reached from elsewhere
-    length    a body that is too long is refused before it is read
+    length    a body that is too long gets 413 before it is read
 
-What goes wrong inside becomes an error in OpenAI's shape, without a path or a trace.
+An internal error becomes an error in OpenAI's format, without a path or a trace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health", "/favicon.ico")
-"""What needs no token: the page itself, which asks for one, and whether the server lives."""
+"""Routes without a token: the page itself, which has a field for it, and the health check."""
 ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/tokenize", "/detokenize",
     "/tokenizer_info", "/metrics", "/openapi.json", "/health", "/",
@@ -60,13 +60,13 @@ class Guard:
         refused = self._refusal(scope, headers)
         try:
             if refused is not None:
-                await answer_error(watched, *refused)
+                await send_error(watched, *refused)
             else:
                 await self.app(scope, receive, watched)
         except Exception as error:
             self.counters.failed(error)
             if not status:
-                await answer_error(watched, 500, "the server failed at this; its log says why")
+                await send_error(watched, 500, "the server failed; the reason is in its log")
         finally:
             path = scope["path"] if scope["path"] in ROUTES else "other"
             self.counters.request(path, status or 499)
@@ -76,9 +76,9 @@ class Guard:
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
             return 400, "the request has two Host headers"
         if self.stopping and scope["path"] != "/health":
-            return 503, "the server is stopping; ask again later"
+            return 503, "the server is stopping; try again later"
         if self.token is None and not local(headers.get("host", "")):
-            return 403, "this server answers names of its own machine only, such as localhost"
+            return 403, "this server can be used under names of its own machine only, such as localhost"
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != headers.get("host"):
             return 403, "pages of other sites may not use this server"
@@ -117,10 +117,10 @@ def local(host: str) -> bool:
         return False
 
 
-async def answer_error(
+async def send_error(
     send: Send, status: int, message: str, param: str | None = None, code: str | None = None
 ) -> None:
-    """An error in OpenAI's shape."""
+    """Send an error in OpenAI's format."""
     body = json.dumps(error_body(message, status, param, code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 429:

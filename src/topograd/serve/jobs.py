@@ -1,7 +1,7 @@
-"""One text to be written: what was asked, and what is told as it comes.
+"""Jobs of the scheduler, one for each text of a request, and their progress.
 
-A request is one job or several (its prompts times n). A job goes to the scheduler's thread and comes back as
-`Progress`: tokens with the text that they released, and at the end why it ended and how long it took.
+A request is one job or several (its prompts times n). A job goes to the scheduler's thread; `Progress` comes
+back: tokens with the text that they released, and at the end the finish reason and timings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Written:
-    """A token that was written: the text that it released, the exit that it left after, who drafted it."""
+    """A generated token: the text that it released, its exit, and whether it was drafted."""
 
     token: int
     text: str
@@ -44,7 +44,7 @@ class Written:
 class Timings:
     """Where a text's time went, by the clock of `time.perf_counter`, and what its depth did."""
 
-    asked: float = field(default_factory=time.perf_counter)
+    received: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     first: float | None = None
     at_first: int = 1
@@ -66,16 +66,16 @@ class Progress:
     prompt: tuple[Scored | None, ...] | None = None
     """Scores of the prompt's tokens, once all are known; the first has none."""
     candidates: tuple[tuple[Scored, ...], ...] | None = None
-    """For each exit and position, where that was asked."""
+    """For each exit and position, where the job has `candidates`."""
     finish: Finish | None = None
     error: str = ""
     status: int = 500
-    """Of the answer, where it ended with an error."""
+    """HTTP status, where it ended with an error."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A text that is asked for."""
+    """A text to generate."""
 
     prompt: list[int]
     tokens: int

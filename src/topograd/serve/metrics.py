@@ -24,11 +24,11 @@ class Histogram:
         self.total += value
 
     def lines(self, name: str) -> list[str]:
-        found, below = [], 0
+        lines, below = [], 0
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             below += count
-            found.append(f'{name}_bucket{{le="{bound}"}} {below}')
-        return [*found, f"{name}_sum {self.total}", f"{name}_count {below}"]
+            lines.append(f'{name}_bucket{{le="{bound}"}} {below}')
+        return [*lines, f"{name}_sum {self.total}", f"{name}_count {below}"]
 
 
 class Counters:

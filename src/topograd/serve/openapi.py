@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the same fields that requests are read by."""
+"""OpenAPI document of the server, made from the request fields."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ERROR = {
     },
 }
 REFUSALS = {
-    "400": "Something given cannot be done.",
+    "400": "A field is wrong or not supported.",
     "401": "The token is missing or wrong.",
     "403": "The request comes from another site's page.",
     "404": "There is no such model.",
-    "405": "The address takes another method.",
+    "405": "The route takes another method.",
     "408": "The body took too long to arrive.",
     "413": "The body is too long.",
-    "429": "Too many texts wait already.",
+    "429": "The queue is full.",
     "500": "A bug of the server.",
     "503": "The server is stopping.",
     "504": "It took longer than the server allows.",
@@ -49,11 +49,14 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "topograd",
             "version": version("topograd"),
-            "description": "OpenAI's API, with depth.",
+            "description": (
+                "OpenAI's completions and chat API with a decode strategy for each request (`depth`). As "
+                "there, the default temperature is 1; 0 is greedy."
+            ),
         },
         "paths": {
             "/v1/models": {
-                "get": _get("The models, with their depths as ids.", _JSON, {"data": {"type": "array"}})
+                "get": _get("The models, and an id for each depth.", _JSON, {"data": {"type": "array"}})
             },
             "/v1/models/{model}": {
                 "get": {
@@ -69,10 +72,12 @@ def document() -> dict[str, Any]:
                 }
             },
             "/v1/completions": {"post": _post("Continue a text.", COMPLETION, texts, streams=True)},
-            "/v1/chat/completions": {"post": _post("Answer a conversation.", CHAT, texts, streams=True)},
+            "/v1/chat/completions": {"post": _post("Continue a conversation.", CHAT, texts, streams=True)},
             "/v1/candidates": {
                 "post": _post(
-                    "What each stage would have written.", CANDIDATES, {"stages": {"type": "array"}}
+                    "The likeliest tokens of each stage at each position.",
+                    CANDIDATES,
+                    {"stages": {"type": "array"}},
                 )
             },
             "/tokenize": {"post": _post("A text's tokens.", TOKENIZE, tokens)},
@@ -80,32 +85,32 @@ def document() -> dict[str, Any]:
             "/tokenizer_info": {
                 "get": _get("Special tokens and the chat template.", _JSON, {"vocab": {"type": "integer"}})
             },
-            "/health": {"get": _get("Whether the server can answer.", _JSON, {"status": {"type": "string"}})},
+            "/health": {"get": _get("Whether the server is alive.", _JSON, {"status": {"type": "string"}})},
             "/metrics": {"get": _get("Counters for Prometheus.", "text/plain")},
         },
         "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _get(words: str, kind: str, properties: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {"summary": words, "responses": {"200": _answer(kind, properties), **_refusals()}}
+def _get(summary: str, kind: str, properties: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {"summary": summary, "responses": {"200": _response(kind, properties), **_refusals()}}
 
 
 def _post(
-    words: str, fields: Mapping[str, Field], properties: Mapping[str, Any], streams: bool = False
+    summary: str, fields: Mapping[str, Field], properties: Mapping[str, Any], streams: bool = False
 ) -> dict[str, Any]:
-    good = _answer(_JSON, properties)
+    good = _response(_JSON, properties)
     if streams:
         good["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     body = {_JSON: {"schema": schema(fields)}}
     return {
-        "summary": words,
+        "summary": summary,
         "requestBody": {"required": True, "content": body},
         "responses": {"200": good, **_refusals()},
     }
 
 
-def _answer(kind: str, properties: Mapping[str, Any] | None) -> dict[str, Any]:
+def _response(kind: str, properties: Mapping[str, Any] | None) -> dict[str, Any]:
     plain = {"type": "string"}
     whole = (
         plain
@@ -123,12 +128,16 @@ def _refusals() -> dict[str, Any]:
 
 
 def schema(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The JSON schema of a request; a field that is null is left out."""
+    """The JSON schema of a request; null is the default of a field that is not required."""
+
+    def optional(field: Field) -> dict[str, Any]:
+        default = {} if field.default in (None, (), {}) else {"default": field.default}
+        return {"anyOf": [field.schema, {"type": "null"}], **default}
+
     return {
         "type": "object",
         "properties": {
-            name: field.schema if field.required else {"anyOf": [field.schema, {"type": "null"}]}
-            for name, field in fields.items()
+            name: field.schema if field.required else optional(field) for name, field in fields.items()
         },
         "required": [name for name, field in fields.items() if field.required],
         "additionalProperties": False,

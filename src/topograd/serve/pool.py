@@ -1,11 +1,11 @@
-"""Sequences and what is left in them: a new text takes the one that begins most like it.
+"""Prefix caching: batch slots whose KV caches are reused by texts with a common prefix.
 
-A sequence that is done keeps its cache. The next text takes the free one with the longest common prefix, and
-continues from there; where a busy one shares more, that part is copied from it (`Cache.fork`). So the same
-system prompt is computed once. Every plan (the model's own, one for each set of paths or specialists) has its
-own sequences, since a cache is of its plan.
+A sequence that is done keeps its KV cache. The next text takes the free one with the longest common prefix,
+and continues from there; where a busy one shares more, that part is copied from it (`Cache.fork`). So the
+same system prompt is computed once. Every plan (the model's own, one for each set of paths or specialists)
+has its own sequences, since a cache is of its plan.
 
-At least one token of a prompt is read again: what follows it is predicted from its hidden state.
+At least one token of a prompt is computed again: the next token is predicted from its hidden state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_SHARED = 8
 
 
 class Slot:
-    """A place for a text."""
+    """A batch slot."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
@@ -58,7 +58,7 @@ class Pool:
         if (best is None or have < MIN_SHARED) and grow:
             best, have = Slot(self.cache.new()), 0
             self.slots.append(best)
-        assert best is not None, "whoever admits a text knows of a free slot"
+        assert best is not None, "a text is admitted only where a slot is free"
         best.busy, best.used = True, next(self._clock)
         if donor is not None and self.shares and ready[id(donor)] >= have + MIN_SHARED:
             length = ready[id(donor)]

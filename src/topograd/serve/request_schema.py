@@ -1,8 +1,8 @@
-"""The fields of requests: one table that both reads them and describes them in the OpenAPI document.
+"""Request fields: one table of JSON schemas, by which requests are read and the OpenAPI document is made.
 
-A field says what it may be as a small JSON schema; `read` refuses what does not fit, in one line that names
-the field. What OpenAI's API knows and this server does not do is refused where it would change the answer,
-and ignored where it would not (`user`, `metadata`).
+`read` raises RequestError with the name of a field that does not fit its schema. A parameter of OpenAI's API
+that this server does not have is an error ("not supported here: ...") where it would change the response, and
+ignored where it would not (`user`, `metadata`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_STOPS, MAX_STOP = 16, 200
 
 
 class RequestError(Exception):
-    """A request that cannot be answered: what is said, with which status, about which field."""
+    """A bad request: a message, the HTTP status, the field at fault and OpenAI's error code."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -28,13 +28,22 @@ class RequestError(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
 
+def unsupported(name: str, allowed: str) -> RequestError:
+    """The error of a parameter of OpenAI's API that this server does not have."""
+    return RequestError(
+        f"not supported here: {name}; allowed is {allowed}", name, code="unsupported_parameter"
+    )
+
+
 @dataclass(frozen=True)
 class Field:
-    """A field: its schema, and what it is if it is left out or null."""
+    """A field: its schema, and its value if it is left out or null."""
 
     schema: Schema
     default: Any = None
     required: bool = False
+    only: str | None = None
+    """Of an unsupported parameter: the values that change nothing and are allowed."""
 
 
 def text(words: str, most: int = MAX_TEXT, **more: Any) -> Schema:
@@ -71,13 +80,18 @@ STOP = one_of(
 )
 SHARED: dict[str, Field] = {
     "model": Field(text("A model id: a name, or name:depth.", 300)),
-    "temperature": Field(number("0 takes the likeliest token each time.", 0, 100), 1.0),
-    "top_p": Field(number("Draw among the likeliest with this probability.", 0, 1, above=True), 1.0),
-    "top_k": Field(whole("Draw among this many likeliest tokens; 0 or -1 is all.", -1, 2**31 - 1)),
-    "n": Field(whole("How many texts.", 1, 128), 1),
+    "temperature": Field(
+        number("0 is greedy: the likeliest token each time. The default is 1, as in OpenAI's API.", 0, 100),
+        1.0,
+    ),
+    "top_p": Field(
+        number("Sample from the likeliest tokens of this total probability.", 0, 1, above=True), 1.0
+    ),
+    "top_k": Field(whole("Sample from this many likeliest tokens; 0 or -1 is all.", -1, 2**31 - 1)),
+    "n": Field(whole("Number of texts for each prompt.", 1, 128), 1),
     "stop": Field(STOP, ()),
-    "seed": Field(whole("Of the draws.", -(2**63), 2**63 - 1)),
-    "stream": Field(switch("Answer as server-sent events."), False),
+    "seed": Field(whole("Seed of the sampling; random if left out.", -(2**63), 2**63 - 1)),
+    "stream": Field(switch("Respond with server-sent events."), False),
     "stream_options": Field(
         {
             "type": "object",
@@ -86,18 +100,22 @@ SHARED: dict[str, Field] = {
         },
         {},
     ),
-    "depth": Field(text("How deep each token goes: full, prefix:1, speculate, wand:flip-rate:0.001.", 300)),
+    "depth": Field(text("Decode strategy: full, prefix:1, speculate, wand:flip-rate:0.001.", 300)),
     "specialists": Field(many(text("A name.", 300), "Specialists to compose with the base.", 0, 16), ()),
     "weights": Field(many(number("A weight.", 0, 1e6, above=True), "One for each specialist.", 0, 16)),
-    "stages": Field(switch("Say of each token which stage it left after."), False),
-    "ignore_eos": Field(switch("Go on behind an end of text."), False),
+    "stages": Field(
+        switch("Add `tokens` to each choice: the exit of each token, and whether it was drafted."), False
+    ),
+    "ignore_eos": Field(switch("Continue after a stop token."), False),
     "user": Field(text("Ignored.", 2**16)),
     "metadata": Field({"type": "object", "description": "Ignored."}),
     "store": Field(switch("Ignored: nothing is stored.")),
     "service_tier": Field(text("Ignored.", 100)),
-    "presence_penalty": Field(number("Only 0.", 0, 0), 0),
-    "frequency_penalty": Field(number("Only 0.", 0, 0), 0),
-    "logit_bias": Field({"type": "object", "maxProperties": 0, "description": "Only empty."}, {}),
+    "presence_penalty": Field(number("Not supported.", 0, 0), 0, only="0"),
+    "frequency_penalty": Field(number("Not supported.", 0, 0), 0, only="0"),
+    "logit_bias": Field(
+        {"type": "object", "maxProperties": 0, "description": "Not supported."}, {}, only="an empty object"
+    ),
 }
 COMPLETION = SHARED | {
     "prompt": Field(
@@ -110,18 +128,18 @@ COMPLETION = SHARED | {
         ),
         "",
     ),
-    "max_tokens": Field(whole("How many tokens to write.", 0, MAX_TOKENS), 16),
-    "echo": Field(switch("Answer with the prompt in front."), False),
+    "max_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS), 16),
+    "echo": Field(switch("Return the prompt before the text."), False),
     "logprobs": Field(whole("Log-probabilities, with this many alternatives.", 0, 20)),
-    "best_of": Field(whole("Only what n is.", 1, 128)),
-    "suffix": Field({"type": "null", "description": "Not there."}),
+    "best_of": Field(whole("Not supported: only the value of n.", 1, 128)),
+    "suffix": Field({"type": "null", "description": "Not supported."}, only="null"),
 }
 MESSAGE = {
     "type": "object",
     "properties": {
-        "role": text("Who speaks.", 100, minLength=1),
+        "role": text("Role of the author.", 100, minLength=1),
         "content": one_of(
-            "What is said.",
+            "Content of the message.",
             text("A text."),
             {"type": "null"},
             many(
@@ -136,21 +154,29 @@ MESSAGE = {
                 1000,
             ),
         ),
-        "name": text("Of the speaker.", 100),
+        "name": text("Name of the author.", 100),
     },
     "required": ["role"],
 }
 CHAT = SHARED | {
     "messages": Field(many(MESSAGE, "The conversation.", 1, 10_000), required=True),
-    "max_tokens": Field(whole("How many tokens to write.", 0, MAX_TOKENS)),
-    "max_completion_tokens": Field(whole("How many tokens to write.", 0, MAX_TOKENS)),
+    "max_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS)),
+    "max_completion_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS)),
     "logprobs": Field(switch("Log-probabilities of the tokens."), False),
     "top_logprobs": Field(whole("With this many alternatives.", 0, 20)),
     "response_format": Field(
-        {"type": "object", "properties": {"type": {"type": "string", "enum": ["text"]}}, "required": ["type"]}
+        {
+            "type": "object",
+            "properties": {"type": {"type": "string", "enum": ["text"]}},
+            "required": ["type"],
+            "description": "Not supported: only text.",
+        },
+        only="text",
     ),
-    "tools": Field({"type": "array", "maxItems": 0, "description": "Only none."}),
-    "tool_choice": Field({"type": "string", "enum": ["none", "auto"], "description": "There are no tools."}),
+    "tools": Field({"type": "array", "maxItems": 0, "description": "Not supported."}, only="an empty list"),
+    "tool_choice": Field(
+        {"type": "string", "enum": ["none", "auto"], "description": "Not supported."}, only="none or auto"
+    ),
     "parallel_tool_calls": Field(switch("Ignored.")),
     "reasoning_effort": Field(text("Ignored.", 100)),
 }
@@ -158,7 +184,7 @@ TOKENIZE = {
     "model": Field(text("A model id.", 300)),
     "prompt": Field(text("A text.")),
     "content": Field(text("A text: another name for prompt.")),
-    "add_special_tokens": Field(switch("With what the model's tokenizer puts before a prompt."), True),
+    "add_special_tokens": Field(switch("With the special tokens of a prompt."), True),
 }
 DETOKENIZE = {
     "model": Field(text("A model id.", 300)),
@@ -167,7 +193,7 @@ DETOKENIZE = {
 CANDIDATES = {
     "model": Field(text("A model id.", 300)),
     "tokens": Field(TOKENS, required=True),
-    "top": Field(whole("How many candidates of each stage.", 1, 20), 5),
+    "top": Field(whole("Number of candidates of each stage.", 1, 20), 5),
 }
 
 
@@ -182,29 +208,31 @@ def read(fields: Mapping[str, Field], given: object) -> dict[str, Any]:
                 str(name)[:100],
                 code="unknown_parameter",
             )
-    found = {}
+    params = {}
     for name, field in fields.items():
         value = given.get(name)
         if value is None:
             if field.required:
                 raise RequestError(
-                    f"the field {name!r} is missing; it is needed", name, code="missing_required_parameter"
+                    f"the field {name!r} is missing; it is required", name, code="missing_required_parameter"
                 )
             value = field.default
         elif (problem := fault(field.schema, value)) is not None:
+            if field.only is not None:
+                raise unsupported(name, field.only)
             raise RequestError(f"{name} {problem}", name, code="invalid_value")
-        found[name] = value
-    return found
+        params[name] = value
+    return params
 
 
 def fault(schema: Schema, value: object) -> str | None:
-    """What is wrong with a value, as the end of a sentence; None if nothing is."""
+    """The fault of a value, as the end of a sentence; None if it has none."""
     if "anyOf" in schema:
         faults = [fault(each, value) for each in schema["anyOf"]]
         if None in faults:
             return None
         kinds = [_kind(each) for each in schema["anyOf"]]
-        fitting = [said for kind, said in zip(kinds, faults, strict=True) if isinstance(value, kind)]
+        fitting = [each for kind, each in zip(kinds, faults, strict=True) if isinstance(value, kind)]
         return fitting[0] if len(fitting) == 1 else f"is none of what is allowed: {schema['description']}"
     if not isinstance(value, _kind(schema)) or (isinstance(value, bool) and schema["type"] != "boolean"):
         return f"is {_shown(value)}; it must be of type {schema['type']}"
@@ -242,8 +270,6 @@ def _number_fault(schema: Schema, value: Any) -> str | None:
         return f"is {value}; it must be above {low} and at most {high}"
     if isinstance(value, float) and not math.isfinite(value):
         return "is not finite; give a number"
-    if low == high != value:
-        return f"is {_shown(value)}; this server knows only {low}"
     return None if low <= value <= high else f"is {_shown(value)}; it must be from {low} to {high}"
 
 
@@ -265,7 +291,7 @@ def _object_fault(schema: Schema, value: Any) -> str | None:
     known = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in value:
-            return f"has no {name!r}; it is needed"
+            return f"has no {name!r}; it is required"
     for name, item in value.items():
         absent = item is None and name not in schema.get("required", ())
         if name in known and not absent and (problem := fault(known[name], item)) is not None:

@@ -1,8 +1,8 @@
-"""Answers in OpenAI's shapes: whole ones, and chunks of streams.
+"""Responses in OpenAI's format: complete ones, and chunks of streams.
 
 A stream has one id and one time in all its chunks; `finish_reason` is null until a choice ends; the first
-chunk of a chat's choice has the role; the usage is a chunk of its own, only if it is asked for; then [DONE].
-`timings` is ours: in a whole answer, and in the last chunk of each choice.
+chunk of a chat's choice has the role; the usage is a chunk of its own, only with `include_usage`; then
+[DONE]. `timings` is an extension: in a complete response, and in the last chunk of each choice.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ class Choice:
         return here
 
 
-class Answer:
-    """What is told about one request."""
+class OpenAIResponse:
+    """The response to one request."""
 
     def __init__(
-        self, served: ServedModel, asked: Mapping[str, Any], jobs: Sequence[Job], chat: bool
+        self, served: ServedModel, params: Mapping[str, Any], jobs: Sequence[Job], chat: bool
     ) -> None:
-        self.served, self.asked, self.chat = served, asked, chat
+        self.served, self.params, self.chat = served, params, chat
         self.choices = [Choice(job) for job in jobs]
         kind = "chat.completion" if chat else "text_completion"
-        self.echo = not chat and asked["echo"]
-        self.scored = bool(asked["logprobs"]) if chat else asked["logprobs"] is not None
-        self.usage_asked = bool(asked["stream_options"].get("include_usage"))
+        self.echo = not chat and params["echo"]
+        self.scored = bool(params["logprobs"]) if chat else params["logprobs"] is not None
+        self.include_usage = bool(params["stream_options"].get("include_usage"))
         self.head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if chat and asked["stream"] else kind,
+            "object": f"{kind}.chunk" if chat and params["stream"] else kind,
             "created": int(time.time()),
-            "model": asked["model"] or served.name,
+            "model": params["model"] or served.name,
             "system_fingerprint": served.fingerprint,
         }
         self._begins = event(self.head).rpartition("}")[0]
         """How every chunk begins, written once."""
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """The response to a request that does not stream."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
         jobs = [choice.job for choice in self.choices]
         return {**self.head, "choices": choices, "usage": self.usage(), "timings": timings(jobs)}
@@ -81,12 +81,12 @@ class Answer:
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         text = self._echoed(choice) + choice.text
         scored = self._logprobs(choice, choice.written, self.echo) if self.scored else None
-        answer: dict[str, Any] = {"index": index, "logprobs": scored, "finish_reason": choice.finish}
+        body: dict[str, Any] = {"index": index, "logprobs": scored, "finish_reason": choice.finish}
         if self.chat:
-            answer["message"] = {"role": "assistant", "content": text, "refusal": None}
+            body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            answer["text"] = text
-        return answer | self._stages(choice.written)
+            body["text"] = text
+        return body | self._stages(choice.written)
 
     def _echoed(self, choice: Choice) -> str:
         return self.served.decode(choice.job.prompt) if self.echo else ""
@@ -105,7 +105,7 @@ class Answer:
         }
 
     def chunks(self, index: int, progress: Progress) -> Iterator[str]:
-        """What a stream says of some progress."""
+        """The events of a stream for some progress."""
         choice = self.choices[index]
         if not choice.begun and (progress.written or progress.finish or (self.chat and not choice.begun)):
             if self.chat:
@@ -120,10 +120,10 @@ class Answer:
         new = choice.take(progress)
         if not progress.written and not progress.finish:
             return
-        told = self._told(progress.written)
-        scored = self._logprobs(choice, told, False) if self.scored else None
-        body: dict[str, Any] = {"logprobs": scored, **self._stages(told)}
-        if new or told:
+        reported = self._reported(progress.written)
+        scored = self._logprobs(choice, reported, False) if self.scored else None
+        body: dict[str, Any] = {"logprobs": scored, **self._stages(reported)}
+        if new or reported:
             words = {"delta": {"content": new}} if self.chat else {"text": new}
             if not self.chat and progress.finish:
                 yield self._chunk(index, {**words, **body}, progress.finish, choice)
@@ -137,7 +137,7 @@ class Answer:
         self, index: int, words: Mapping[str, Any], finish: str | None = None, ended: Choice | None = None
     ) -> str:
         chunk: dict[str, Any] = {"choices": [{"index": index, **words, "finish_reason": finish}]}
-        if self.usage_asked:
+        if self.include_usage:
             chunk["usage"] = None
         if ended is not None:
             chunk["timings"] = timings([ended.job])
@@ -145,18 +145,18 @@ class Answer:
 
     def end(self) -> str:
         """The end of a stream."""
-        usage = event({**self.head, "choices": [], "usage": self.usage()}) if self.usage_asked else ""
+        usage = event({**self.head, "choices": [], "usage": self.usage()}) if self.include_usage else ""
         return usage + "data: [DONE]\n\n"
 
-    def _told(self, written: Sequence[Written]) -> list[Written]:
-        """The tokens that are told: that which ended a text only among scores of a completion.
+    def _reported(self, written: Sequence[Written]) -> list[Written]:
+        """The tokens in the response: a stop token only among the scores of a completion.
 
-        There a client may count on one entry for each token written, as lm-eval does.
+        There a client may count on one entry for each generated token, as lm-eval does.
         """
         return [w for w in written if not w.end or (self.scored and not self.chat)]
 
     def _stages(self, written: Sequence[Written]) -> dict[str, Any]:
-        if not self.asked["stages"]:
+        if not self.params["stages"]:
             return {}
         each = [
             {"id": w.token, "text": w.text, "stage": w.exit + 1, "drafted": w.drafted}
@@ -166,7 +166,7 @@ class Answer:
         return {"tokens": each}
 
     def _logprobs(self, choice: Choice, written: Sequence[Written], prompt: bool) -> dict[str, Any]:
-        tokens = [(w.token, w.score) for w in self._told(written)]
+        tokens = [(w.token, w.score) for w in self._reported(written)]
         if prompt:
             tokens = [*zip(choice.job.prompt, choice.prompt, strict=False), *tokens]
         if self.chat:
@@ -175,16 +175,15 @@ class Answer:
         for token, _ in tokens:
             texts.append(self._name(token))
             offsets.append(choice.offset(self.served.piece(token)))
-        asked = self.asked["logprobs"]
         return {
             "tokens": texts,
             "token_logprobs": [None if score is None else finite(score.logprob) for _, score in tokens],
-            "top_logprobs": [self._top(*each) for each in tokens] if asked else None,
+            "top_logprobs": [self._top(*each) for each in tokens] if self.params["logprobs"] else None,
             "text_offset": offsets,
         }
 
     def _name(self, token: int) -> str:
-        """A token as text; one that is no text by itself as OpenAI spells it."""
+        """A token as text; incomplete UTF-8 as OpenAI writes it."""
         piece = self.served.piece(token)
         try:
             return piece.decode()
@@ -194,32 +193,32 @@ class Answer:
     def _top(self, token: int, score: Scored | None) -> dict[str, float] | None:
         if score is None:
             return None
-        found: dict[str, float] = {}
+        top: dict[str, float] = {}
         for other, logprob in (*score.top, (token, score.logprob)):
-            found.setdefault(self._name(other), finite(logprob))
-        return found
+            top.setdefault(self._name(other), finite(logprob))
+        return top
 
     def _chat_token(self, token: int, score: Scored | None) -> dict[str, Any]:
         assert score is not None
-        top = [self._said(*each) for each in score.top]
-        return {**self._said(token, score.logprob), "top_logprobs": top}
+        top = [self._entry(*each) for each in score.top]
+        return {**self._entry(token, score.logprob), "top_logprobs": top}
 
-    def _said(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.served.piece(token)
-        said = {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob)}
-        return {**said, "bytes": list(piece)}
+        text = piece.decode("utf-8", "replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
 
 
 def finite(value: float) -> float:
-    """A log-probability that JSON can say: -inf is written -9999, as OpenAI does."""
+    """A log-probability as JSON: -inf is -9999, as OpenAI has it."""
     return value if math.isfinite(value) else -9999.0
 
 
 def timings(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Where the time of some texts went, in milliseconds, and what their depths did."""
+    """Times of some texts in milliseconds, and counts of tokens and drafts."""
     clocks = [job.timings for job in jobs]
-    asked = min(clock.asked for clock in clocks)
-    admitted = min((clock.admitted for clock in clocks if clock.admitted is not None), default=asked)
+    received = min(clock.received for clock in clocks)
+    admitted = min((clock.admitted for clock in clocks if clock.admitted is not None), default=received)
     first = min((clock.first for clock in clocks if clock.first is not None), default=None)
     done = max((clock.finished for clock in clocks if clock.finished is not None), default=admitted)
     stages = [exit_ + 1 for job in jobs for exit_ in job.exits]
@@ -230,9 +229,9 @@ def timings(jobs: Sequence[Job]) -> dict[str, Any]:
     later = tokens - sum(clock.at_first for clock in clocks)
     speed = later / writing if writing and later > 0 else None
     return {
-        "queued_ms": _ms(admitted - asked),
-        "first_token_ms": None if first is None else _ms(first - asked),
-        "total_ms": _ms(done - asked),
+        "queued_ms": _ms(admitted - received),
+        "first_token_ms": None if first is None else _ms(first - received),
+        "total_ms": _ms(done - received),
         "tokens_per_second": speed,
         "prompt_tokens": sum(len(job.prompt) for job in jobs),
         "cached_tokens": sum(clock.cached for clock in clocks),
@@ -259,7 +258,7 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """An error as OpenAI says it."""
+    """An error in OpenAI's format."""
     kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

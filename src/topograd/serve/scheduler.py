@@ -1,4 +1,4 @@
-"""Continuous batching: texts join and leave between steps, each with its own depth.
+"""Continuous batching: texts join and leave between steps, each with its own decode strategy.
 
 A step:
 
@@ -10,11 +10,11 @@ A step:
        three times, so that a shallow text does not go at the pace of a deep one
 
 Order. A request's k-th text has the tag v + k, where v is the tag of the text that was admitted last; the
-least tag goes first. So a request with many texts does not keep out those that come later, and nobody
+least tag goes first. So a request with many texts does not keep out those that come later, and no text
 starves. Of the prompt tokens of a step, half go to the text that was admitted first and the rest to those
 with the fewest tokens left.
 
-Greedy answers do not depend on who else is there, but for rounding: float64 exactly, float32 but for ties.
+Greedy texts do not depend on the rest of the batch: exactly in float64, but for ties in float32.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from topograd.serve.pool import Pool, Slot
 from topograd.serve.settings import Limits
 from topograd.specialists.model import SpecialistPool
 
-LATE = "the request took longer than the server allows; ask for less, or when there is less to do"
-INTERNAL = "the model could not go on with this text; the server's log says why"
+LATE = "the request took longer than the server allows; ask for fewer tokens, or try again later"
+INTERNAL = "the model failed on this text; the reason is in the server's log"
 
 
 SCORED_AT_ONCE = 64
 """Positions whose logits exist at the same time while a prompt is scored."""
 MAX_STRATEGIES = 64
-"""Strategies that are kept; others are made again when they are asked for."""
+"""Cached strategies; others are made again when a request names them."""
 
 
 @dataclass(eq=False)
@@ -132,15 +132,15 @@ class Scheduler:
     def _composed(self, depth: str, active: tuple[tuple[str, float], ...]) -> DecodeStrategy:
         """The base with specialists, at full depth: exits and calibrations are the base's alone."""
         if self.specialists is None:
-            raise ConfigError("this server has no specialists", remedy="leave them out")
-        if depth != "full":
             raise ConfigError(
-                f"specialists write at full depth and {depth} is asked for", remedy="leave one of them out"
+                "this server has no specialists", setting="specialists", remedy="leave them out"
             )
+        if depth != "full":
+            raise ConfigError(setting="depth", given=depth, allowed="full where specialists are active")
         return FixedDepth(self.specialists.model(dict(active)).engine)
 
     def step(self) -> bool:
-        """Go on with everybody; False if there was nothing to do."""
+        """Advance every text; False if there was nothing to do."""
         with single_threaded_torch(self.engine.runtime):
             return self._step()
 
@@ -175,7 +175,7 @@ class Scheduler:
         self._waiting.clear()
 
     def forget(self) -> None:
-        """Drop what ended texts left in their sequences."""
+        """Free the caches of ended texts."""
         for pool in self._pools.values():
             for slot in [slot for slot in pool.slots if not slot.busy]:
                 pool.drop(slot)
@@ -187,7 +187,7 @@ class Scheduler:
                 self._finish(active, "cancelled")
             elif now > active.job.deadline:
                 self._finish(active, "error", LATE, status=504)
-        kept = []
+        retained = []
         for entry in self._waiting:
             job = entry[2]
             if job.cancelled:
@@ -195,13 +195,13 @@ class Scheduler:
             elif now > job.deadline:
                 self._dismiss(job, Progress(finish="error", error=LATE, status=504))
             else:
-                kept.append(entry)
-        if len(kept) < len(self._waiting):
-            heapq.heapify(kept)
-            self._waiting = kept
+                retained.append(entry)
+        if len(retained) < len(self._waiting):
+            heapq.heapify(retained)
+            self._waiting = retained
 
     def _dismiss(self, job: Job, progress: Progress) -> None:
-        """End a text that had no row yet; it counts like any other."""
+        """End a text that had no slot yet; it counts like any other."""
         assert progress.finish is not None
         self.counters.finished(progress.finish, 0, 0)
         job.on_progress(progress)
@@ -384,11 +384,11 @@ class Scheduler:
         if finish is None and not job.remaining:
             finish = "length"
         unused = sum(bool(token.drafter) for token in made[len(written) :])
-        job.timings.drafted -= unused  # nobody asked for them
+        job.timings.drafted -= unused  # beyond the end of the text
         job.timings.accepted -= unused
         if job.timings.first is None:
             job.timings.first, job.timings.at_first = time.perf_counter(), len(written)
-            self.counters.first(job.timings.first - job.timings.asked)
+            self.counters.first(job.timings.first - job.timings.received)
         self.counters.written(len(written))
         if finish is None:
             job.on_progress(Progress(tuple(written)))
@@ -422,7 +422,7 @@ class Scheduler:
 def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
     """log p of each of n tokens, and of the `top` likeliest: log softmax of n rows of logits, temperature 1.
 
-    They are what `score` gives for the same model, and what `echo` with `logprobs` answers.
+    They are what `score` gives for the same model, and what `echo` with `logprobs` returns.
     """
     logp = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     logp = logp.log_softmax(-1)

@@ -52,7 +52,9 @@ def bind(host: str, port: int) -> socket.socket:
             sock.close()
         reason = getattr(problem, "strerror", None) or problem
         raise ConfigError(
-            f"--host {host} --port {port} cannot be listened on ({reason})",
+            f"host {host} port {port} cannot be listened on ({reason})",
+            setting="port",
+            given=port,
             remedy="give another port, or 0 for any",
         ) from None
     sock.listen(256)
@@ -148,7 +150,9 @@ def open_served(
     if specialists:
         opened = {path.resolve().name: open_specialist(path) for path in specialists}
         if len(opened) < len(specialists):
-            raise ConfigError("--specialists has two folders of one name", remedy="rename one")
+            raise ConfigError(
+                "specialists has two folders of one name", setting="specialists", remedy="rename one"
+            )
         pool = SpecialistPool.open(folder, opened, runtime=runtime, weights=weights)
     session = open_session(folder) if pool is None else pool.attached.base
     model = Model(session, runtime, weights)

@@ -1,4 +1,4 @@
-"""What a server allows, and what its benchmark measures; read before anything heavy is imported."""
+"""Limits of a server and settings of its benchmark. Imports no torch, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from topograd.limits import check_numbers
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what requests may ask and take."""
+    """Limits on requests."""
 
     rows: int = 16
-    """Texts that are written at the same time; each keeps its own memory."""
+    """Batch slots: texts that are generated at the same time, each with its own KV cache."""
     waiting: int = 256
-    """Texts that may wait for a row; a request that would make more is refused with 429."""
+    """Texts that may wait for a slot; a request beyond that gets status 429."""
     chunk: int = 64
-    """Prompt tokens that are read in one step, of all rows together."""
+    """Prompt tokens that are processed in one step, of all slots together."""
     seconds: float = 600.0
     """How long a request may take, waiting included."""
     body: int = 8 * 2**20
@@ -29,7 +29,7 @@ class Limits:
     logprobs: int = 20
     """Alternatives beside each token."""
     grace: float = 10.0
-    """How long running requests may go on after the server is told to stop."""
+    """How long running requests may take after the server was told to stop."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "waiting", "chunk", "body", "choices"):
@@ -42,10 +42,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """How much is measured."""
+    """Settings of `bench serve`."""
 
     clients: int = 8
-    """Texts that are written at the same time."""
+    """Texts that are generated at the same time."""
     depth: str = "speculate:lookup"
     """How deep tokens go, as in `topograd generate --depth`."""
     tokens: int = 96

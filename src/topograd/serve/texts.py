@@ -1,4 +1,15 @@
-"""From a request's fields to jobs: prompts to tokens, ids to depths, settings to a sampling."""
+"""Jobs of a request: prompts to tokens, model ids to depths, parameters to a sampling.
+
+A model id may name a depth, `name:depth`, for clients that cannot send the field `depth`:
+
+    reference                  the model as it is
+    reference:prefix-1         depth prefix:1
+    reference:speculate        depth speculate
+    reference:wand-0.001       depth wand:flip-rate:0.001
+    reference:wand-rival-gain-1.5, :path-1,3, :branches-1-3*2+1-2, :speculate-4-0.5, :speculate-lookup
+
+A depth may also follow the colon as it is: reference:prefix:1.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +18,31 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from topograd.decode.calibration.store import load as load_calibration
 from topograd.decode.model import Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
+from topograd.runs.session import LoadedTextRun
 from topograd.serve.jobs import Job, Progress
-from topograd.serve.names import known_depths, model_name, split_id
 from topograd.serve.request_schema import RequestError
 from topograd.serve.settings import Limits
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.tokens import Vocabulary
 
+RULES = ("flip-rate", "rival-gain", "sum-of-bounds")
+FAMILIES = ("full", "prefix", "path", "branches", "wand", "speculate")
+MAX_CHARACTERS = 300
 SAFE = re.compile(
     r"full|prefix:-?\d{1,9}|(path|branches):[0-9,+*.e-]{1,200}|wand(:[a-z-]{1,20})?(:[0-9.e-]{1,20})?"
     r"|speculate(:(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)(\+(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)){0,3})?"
 )
 """Depths that a request may name: none of the server's folders."""
 OnProgress = Callable[[int], Callable[[Progress], None]]
-"""For each choice of a request who hears of its progress."""
+"""The callback of each choice of a request."""
 
 
 SLACK = 4
@@ -35,7 +51,7 @@ SLACK = 4
 
 @dataclass
 class ServedModel:
-    """The model that is served, and what a request may ask of it."""
+    """The model that is served, with its limits and names."""
 
     model: Model
     limits: Limits
@@ -57,10 +73,10 @@ class ServedModel:
         self.max_text = SLACK * self.context * max(map(len, self.tokenizer.pieces))
         """Bytes of a text that may fit into the context; a longer one is not tokenised to find that out."""
 
-    def depth(self, asked: Mapping[str, Any]) -> str:
+    def depth(self, params: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
         try:
-            name, named = (self.name, None) if asked["model"] is None else split_id(asked["model"])
+            name, named = (self.name, None) if params["model"] is None else split_id(params["model"])
         except ConfigError as error:
             raise RequestError(str(error), "model", 404, "model_not_found") from None
         if name != self.name:
@@ -70,7 +86,7 @@ class ServedModel:
                 404,
                 "model_not_found",
             )
-        wanted = asked.get("depth")
+        wanted = params.get("depth")
         if wanted is not None and named is not None and wanted != named:
             raise RequestError(
                 f"the model id says depth {named} and the field depth says {wanted[:100]}; give one", "depth"
@@ -102,9 +118,9 @@ class ServedModel:
             return [self.checked(given, rows=rows)]
         return [encode(item) if isinstance(item, str) else self.checked(item, rows=rows) for item in given]
 
-    def vocabulary(self, asked: Mapping[str, Any]) -> Vocabulary | None:
+    def vocabulary(self, params: Mapping[str, Any]) -> Vocabulary | None:
         """The tokens of the specialists that a request switches on; None without any."""
-        return None if self.specialists is None or not asked["specialists"] else self.specialists.vocabulary
+        return None if self.specialists is None or not params["specialists"] else self.specialists.vocabulary
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens, as the model was trained to read them."""
@@ -138,7 +154,7 @@ class ServedModel:
         return tokens
 
     def room(self, prompt: Sequence[int], tokens: int | None) -> int:
-        """How many tokens may follow a prompt: as many as are asked for, or what is left of the context."""
+        """How many tokens may follow a prompt: as many as are requested, or what is left of the context."""
         if tokens is None and len(prompt) < self.context:
             return self.context - len(prompt)
         if len(prompt) + (tokens or 0) > self.context or (len(prompt) == self.context and tokens is None):
@@ -152,23 +168,23 @@ class ServedModel:
 
     def jobs(
         self,
-        asked: Mapping[str, Any],
+        params: Mapping[str, Any],
         prompts: Sequence[list[int]],
         tokens: int | None,
         on_progress: OnProgress,
     ) -> list[Job]:
         """The texts of a request: n for each prompt."""
-        count = asked["n"]
+        count = params["n"]
         most = self.limits.choices
         if len(prompts) * count > most:
             raise RequestError(
                 f"{len(prompts)} prompts times n = {count} are more texts than {most}; ask for less",
                 "n",
             )
-        active = self.active(asked)
-        depth = self.depth(asked)
-        stops = [asked["stop"]] if isinstance(asked["stop"], str) else list(asked["stop"])
-        seed = secrets.randbelow(2**63) if asked["seed"] is None else asked["seed"] % 2**63
+        active = self.active(params)
+        depth = self.depth(params)
+        stops = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"])
+        seed = secrets.randbelow(2**63) if params["seed"] is None else params["seed"] % 2**63
         deadline = time.perf_counter() + self.limits.seconds
         made = []
         for i, prompt in enumerate(prompts):
@@ -178,25 +194,25 @@ class ServedModel:
                     prompt=prompt,
                     tokens=room,
                     depth=depth,
-                    sampling=self._sampling(asked, (seed + k) % 2**63),
+                    sampling=self._sampling(params, (seed + k) % 2**63),
                     stream=TextStream(self.tokenizer, stops),
                     on_progress=on_progress(i * count + k),
                     specialists=active,
-                    stop_ids=frozenset() if asked["ignore_eos"] else self.stop_ids,
+                    stop_ids=frozenset() if params["ignore_eos"] else self.stop_ids,
                     deadline=deadline,
                 )
                 made.append(job)
         return made
 
-    def active(self, asked: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    def active(self, params: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
         """The specialists of a request with their weights, which are 1 unless they are given."""
-        names, weights = asked["specialists"], asked["weights"]
+        names, weights = params["specialists"], params["weights"]
         known = [] if self.specialists is None else self.specialists.names
         for name in names:
             if name not in known or names.count(name) > 1:
-                said = ", ".join(known) or "none"
                 raise RequestError(
-                    f"specialist {name[:100]!r} is unknown or named twice; this server has: {said}",
+                    f"specialist {name[:100]!r} is unknown or named twice; this server has: "
+                    f"{', '.join(known) or 'none'}",
                     "specialists",
                 )
         if weights and len(weights) != len(names):
@@ -206,14 +222,67 @@ class ServedModel:
         return tuple(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
     @staticmethod
-    def _sampling(asked: Mapping[str, Any], seed: int) -> Sampling:
-        top_k = asked["top_k"]
+    def _sampling(params: Mapping[str, Any], seed: int) -> Sampling:
+        top_k = params["top_k"]
         try:
             return Sampling(
-                temperature=float(asked["temperature"]),
+                temperature=float(params["temperature"]),
                 top_k=None if top_k is None or top_k < 1 else top_k,
-                top_p=None if asked["top_p"] == 1 else float(asked["top_p"]),
+                top_p=None if params["top_p"] == 1 else float(params["top_p"]),
                 seed=seed,
             )
         except TopogradError as error:
             raise RequestError(str(error)) from None
+
+
+def model_name(folder: Path) -> str:
+    """The id of a run: its folder's name, without what an id cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-") or "model"
+
+
+def split_id(model: str) -> tuple[str, str | None]:
+    """The name and the depth of a model id; None where it names no depth."""
+    if len(model) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"model has {len(model)} characters", setting="model", allowed=f"at most {MAX_CHARACTERS}"
+        )
+    name, colon, suffix = model.partition(":")
+    return name, depth_of_suffix(suffix) if colon else None
+
+
+def depth_of_suffix(suffix: str) -> str:
+    """The depth that a suffix names.
+
+    >>> depth_of_suffix("prefix-1"), depth_of_suffix("wand-0.001"), depth_of_suffix("speculate-4-0.5")
+    ('prefix:1', 'wand:flip-rate:0.001', 'speculate:4:0.5')
+    """
+    kind, rest = re.fullmatch(r"([a-z]*)[-:]?(.*)", suffix, re.DOTALL).groups()  # type: ignore[union-attr]
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"the depth {suffix!r} in the model id is unknown",
+            setting="model",
+            given=suffix,
+            remedy=f"use one of {', '.join(FAMILIES)}, such as prefix-1",
+        )
+    if not rest:
+        return str(kind)
+    if kind == "wand":
+        rule = next(
+            (rule for rule in RULES if rest == rule or rest.startswith((f"{rule}-", f"{rule}:"))), None
+        )
+        number = rest if rule is None else rest[len(rule) + 1 :]
+        return f"wand:{rule or 'flip-rate'}" + (f":{number}" if number else "")
+    if kind == "speculate" and re.fullmatch(r"\d+-[0-9.e]+", rest):
+        rest = rest.replace("-", ":", 1)
+    return f"{kind}:{rest}"
+
+
+def known_depths(session: LoadedTextRun) -> list[str]:
+    """The depths that /v1/models lists, as suffixes of a model id."""
+    exits = len(session.plan.predicting())
+    depths = ["full", *(f"prefix-{j}" for j in range(1, exits)), "speculate", "speculate-lookup"]
+    try:
+        load_calibration(session)
+    except TopogradError:
+        return depths
+    return [*depths, "wand", "wand-0.001", "wand-0.01"]

@@ -1,10 +1,10 @@
-"""The thread that owns the model: jobs go in, progress comes out on the event loop, which never waits for it.
+"""Model thread: it takes jobs and delivers their progress to the event loop, which never blocks on it.
 
-What a step tells is handed to the loop in one call. To wake the loop and to write to a socket is dear beside
-a small model's token, so short steps are handed over together: a text's first token and its end at once, the
+The progress of a step goes to the loop in one call. Waking the loop and writing to a socket cost more than a
+small model's token, so short steps are delivered together: a text's first token and its end at once, the
 others at most TOGETHER seconds late. Each token stays an event of its own; they only share a write.
 
-A client that goes away only sets a flag on its jobs.
+A client that disconnects only sets a flag on its jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from topograd.serve.scheduler import Scheduler
 TOGETHER = 0.01
 """Seconds that a token may wait for others to be sent with."""
 Inbox = asyncio.Queue[tuple[int, Progress]]
-"""What a request hears: which of its texts, and what is new of it."""
+"""Progress of a request's texts: (index of the text, progress)."""
 
 
 class Worker:
@@ -32,7 +32,7 @@ class Worker:
         self._new: deque[Sequence[Job]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._told: list[tuple[Inbox, int, Progress]] = []
+        self._outbox: list[tuple[Inbox, int, Progress]] = []
         self._urgent, self._handed_over = False, 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -69,16 +69,16 @@ class Worker:
             self._wake.notify()
 
     def on_progress(self, inbox: Inbox, index: int) -> Callable[[Progress], None]:
-        """How a job's progress gets to an inbox of the loop."""
+        """A callback that puts a job's progress into an inbox of the loop."""
         begun = False
 
-        def tell(progress: Progress) -> None:
+        def put(progress: Progress) -> None:
             nonlocal begun
             self._urgent |= not begun or not progress.written or progress.finish is not None
             begun = begun or bool(progress.written)
-            self._told.append((inbox, index, progress))
+            self._outbox.append((inbox, index, progress))
 
-        return tell
+        return put
 
     def _run(self) -> None:
         while True:
@@ -106,13 +106,13 @@ class Worker:
         return bool(self.scheduler.active or self.scheduler.waiting)
 
     def _deliver(self) -> None:
-        told, self._told = self._told, []
+        messages, self._outbox = self._outbox, []
         self._urgent, self._handed_over = False, time.perf_counter()
-        if told and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_hand_out, told)
+        if messages and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_hand_out, messages)
             time.sleep(0)  # let the loop have the interpreter
 
 
-def _hand_out(told: Sequence[tuple[Inbox, int, Progress]]) -> None:
-    for inbox, index, progress in told:
+def _hand_out(messages: Sequence[tuple[Inbox, int, Progress]]) -> None:
+    for inbox, index, progress in messages:
         inbox.put_nowait((index, progress))
