@@ -6,6 +6,7 @@ without a network: the build uses the setuptools that is installed.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,10 +97,17 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Built
     assert {"topograd/py.typed", f"{reference}config.toml", f"{reference}tokenizer.json"} <= wanted
 
 
+def test_the_wheel_is_small(built: Built) -> None:
+    assert built.wheel.stat().st_size <= 10_000_000
+    reference = "topograd/pretrained/reference/"
+    assert not [name for name in built.in_wheel if name.startswith(reference) and name.endswith(".jsonl")]
+
+
 def test_the_source_distribution_is_the_project_without_what_lies_around_in_it(built: Built) -> None:
     assert {f"src/{name}" for name in built.in_wheel if name.startswith("topograd/")} <= built.in_sdist
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"} <= built.in_sdist
-    for folder in ("benchmarks", "docs", "examples", "papers", "tests"):
+    assert {"CODE_OF_CONDUCT.md", "Dockerfile", "SECURITY.md"} <= built.in_sdist
+    for folder in ("benchmarks", "docs", "examples", "notebooks", "papers", "tests"):
         files = [file for file in (built.tree / folder).rglob("*") if file.is_file()]
         assert {file.relative_to(built.tree).as_posix() for file in files} <= built.in_sdist
     tops = {name.partition("/")[0] for name in built.in_sdist}
@@ -132,6 +140,23 @@ def test_the_reference_model_that_comes_with_the_wheel_writes(installed: Install
 def test_the_citation_has_the_version_of_the_package() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {PROJECT['version']}\n" in citation
+
+
+def test_the_image_copies_files_that_exist_and_starts_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """Read, not built: flags of the entry point exist, and the packages of its extras are declared."""
+    from topograd.cli.main import main
+
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in line.split())
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
+    program, command, *words = json.loads(entry)
+    assert program in PROJECT["scripts"]
+    assert main([command, "--help"]) == 0
+    options = capsys.readouterr().out
+    assert all(re.search(rf"{word}\b", options) for word in words if word.startswith("--"))
 
 
 def _not_source(folder: str, names: list[str]) -> set[str]:
