@@ -14,7 +14,7 @@ A stack has a capability or has not; what needs one and does not find it says so
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -40,7 +40,6 @@ class Growable(Protocol):
     def append_layers(self, count: int, index: int | None = None) -> None: ...
 
 
-@runtime_checkable
 class Draftable(Protocol):
     """A stack that lends its embedding, head and one new layer to a draft stage."""
 
@@ -54,7 +53,6 @@ class Draftable(Protocol):
     def with_one_layer(self, layer: nn.Module, last_norm: nn.Module, head: Head) -> HeadedStack: ...
 
 
-@runtime_checkable
 class OperatorForm(Protocol):
     """A stack whose parts other runtimes read: tables, blocks, rotations, last norm, head."""
 
@@ -66,3 +64,19 @@ class OperatorForm(Protocol):
     head: Head
 
     def rotations(self, positions: Tensor, like: Tensor) -> Mapping[str, Any]: ...
+
+
+def operator_form(stack: object) -> OperatorForm | None:
+    """The stack as an `OperatorForm`, where it has all of its parts."""
+    return cast(OperatorForm, stack) if _has_parts(stack, OperatorForm) else None
+
+
+def draftable(stack: object) -> Draftable | None:
+    """The stack as a `Draftable`, where it has all of its parts."""
+    return cast(Draftable, stack) if _has_parts(stack, Draftable) else None
+
+
+def _has_parts(stack: object, capability: type) -> bool:
+    # isinstance does not see submodules since Python 3.12: nn.Module keeps them in a dict behind __getattr__
+    names = {*capability.__annotations__, *vars(capability)}
+    return all(hasattr(stack, name) for name in names if not name.startswith("_"))

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.capabilities import Draftable
+from topograd.nn.capabilities import Draftable, draftable
 from topograd.nn.heads import Head, HeadedStack
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import LayerContext, Stack
@@ -94,17 +94,18 @@ class DraftStage(nn.Module):
 
     def __init__(self, base: Stack, vocabulary: Tensor) -> None:
         super().__init__()
-        if not isinstance(base, Draftable):
+        parts = draftable(base)
+        if parts is None:
             raise StackError(f"{type(base).__name__} can be given no draft stage", remedy="a transformer can")
         self.register_buffer("vocabulary", vocabulary.long())
-        like = base.embedding.weight
+        like = parts.embedding.weight
         self.relay = PreviousRelay(base.width)
         nn.init.eye_(self.relay.state.weight)
-        self.layer = base.draft_layer()
-        self.norm = base.draft_norm(FIRST_GAIN)
+        self.layer = parts.draft_layer()
+        self.norm = parts.draft_norm(FIRST_GAIN)
         self.to(like.device, like.dtype)
         # in a tuple: the base's parameters are not this module's
-        self._base = (base, _one_layer(base, base.last_stage, self))
+        self._base = (base, _one_layer(parts, base.last_stage, self))
 
     @property
     def stack(self) -> Stack:

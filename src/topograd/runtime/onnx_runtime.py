@@ -26,7 +26,7 @@ from torch import Tensor
 
 from topograd.errors import ConfigError
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.capabilities import OperatorForm
+from topograd.nn.capabilities import operator_form
 from topograd.nn.heads import cap
 from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.attention import check_reach
@@ -74,13 +74,14 @@ def available_providers() -> list[str]:
 
 def unsupported_reason(stack: Stack) -> str | None:
     """Why onnxruntime cannot run this model; None where it can."""
-    if not isinstance(stack, OperatorForm):
+    form = operator_form(stack)
+    if form is None:
         return f"a stack of the kind {type(stack).__name__} is not written as ONNX operators"
-    for layer in stack.layers:
+    for layer in form.layers:
         if type(layer) not in WRITERS:
             kind = type(getattr(layer, "mixer", layer)).__name__
             return f"{kind} layers are not written as ONNX operators"
-    weight = stack.embedding.weight
+    weight = form.embedding.weight
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         kind = str(weight.dtype).removeprefix("torch.")
         return f"the weights are {kind} on {weight.device}, not float32 on a CPU"
