@@ -1,4 +1,4 @@
-"""Reading settings: a frozen dataclass from the nested tables of a TOML or JSON file, every value checked."""
+"""Dataclasses of settings from the nested tables of a TOML or JSON file, every value checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PHRASES = {
 def build_dataclass(
     kind: type, values: Mapping[str, Any], where: str = "", given: Mapping[str, Any] | None = None
 ) -> Any:
-    """An instance of `kind`; lists become tuples, absent keys take the default, unknown ones are refused.
+    """An instance of `kind`; lists become tuples, absent keys take the default, unknown ones raise.
 
-    `given` are fields whose values need no reading.
+    `given` are fields whose values are taken as they are.
     """
     given = given or {}
     hints = get_type_hints(kind)

@@ -131,7 +131,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("topograd: the cache ")
-    assert "cannot be written (Not a directory); going on without it" in record.getMessage()
+    assert "cannot be written (Not a directory); continuing without it" in record.getMessage()
     kept = prepare(text_file(tmp_path), kind, 270, tmp_path / "cache")
     assert [document.tolist() for document in kept.train] == [document.tolist() for document in found.train]
     assert kept.train.offsets.tolist() == found.train.offsets.tolist()

@@ -189,20 +189,20 @@ def test_the_rank_is_a_quarter_of_the_width_unless_told(make_gpt: Callable[..., 
 
 
 def test_bad_rank_is_one_line(make_gpt: Callable[..., GPT]) -> None:
-    with pytest.raises(ConfigError, match=r"relay rank is 17; it must lie in 1\.\.16"):
+    with refused(ConfigError, setting="relay_rank", given=17):
         add_relays(make_gpt(), replace(chain("low-rank"), relay_rank=17))
     with refused(TopologyError, setting="relay_rank", given=0):
         replace(chain("low-rank"), relay_rank=0)
 
 
-def test_a_stack_that_does_not_say_its_width_says_so() -> None:
+def test_a_stack_without_a_width_raises() -> None:
     class Nameless(Stack):
         pass
 
-    with pytest.raises(StackError, match="Nameless does not say its width"):
+    with refused(StackError, setting="width"):
         add_relays(Nameless(), chain("gate"))
 
 
 def test_a_relay_that_was_not_added_is_one_line(make_gpt: Callable[..., GPT]) -> None:
-    with pytest.raises(StackError, match="relay 'gate-1' is unknown"):
+    with refused(StackError, setting="relay", given="gate-1"):
         stage_outputs(make_gpt(), Plan.of(chain("gate"), 4), torch.randint(23, (2, 9)), [2])

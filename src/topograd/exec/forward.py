@@ -99,12 +99,7 @@ def _needed(stack: Stack, planned: PlannedStage, ctx: LayerContext) -> tuple[int
 
 
 @torch.no_grad()
-def stage_outputs(
-    stack: Stack,
-    plan: Plan,
-    inputs: Tensor,
-    stages: Iterable[int],
-) -> dict[int, Tensor]:
+def stage_outputs(stack: Stack, plan: Plan, inputs: Tensor, stages: Iterable[int]) -> dict[int, Tensor]:
     """The last hidden state of each of `stages`; only the stages that they need run."""
     return _outputs(stack, plan, inputs, stages)
 

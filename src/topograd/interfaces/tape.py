@@ -102,7 +102,7 @@ class Tape:
                 raise StackError(
                     "jacobian 'pullback' knows no bf16", remedy="use jacobian='loop', or leave bf16 out"
                 )
-            x0, rotary = ctx.x0.detach(), ctx.extras["rotary"]
+            x0, rotary = ctx.x0.detach(), ctx.rotary
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)
             self._factors = []
             self.output = output.detach()

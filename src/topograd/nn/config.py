@@ -1,4 +1,4 @@
-"""The shapes of models and of interfaces, as settings. Nothing here needs torch."""
+"""Settings of GPT models and of bounded interfaces. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _KINDS = ("mamba2", "mamba3", "hybrid")
 """Architectures that are kinds of model too."""
 Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
 """The architectures that come with the package."""
-MOST = 2**31 - 1
-"""No size is larger than this: what is, is a slip of the keyboard."""
+MAX_SIZE = 2**31 - 1
+"""The largest allowed size."""
 Pool = Literal["tail", "mean", "cumulative"]
 Maps = Literal["mlp", "linear", "gated"]
 MIN_RANK = 3
@@ -76,7 +76,7 @@ class GPTConfig(BlockConfig):
     """What the layers are: transformer, mamba2, mamba3, hybrid (three Mamba-3 and one attention), or a mixer
     of your own as package.module:attribute."""
     ssm_state: int = 32
-    """Numbers that a Mamba layer remembers of each of its channels."""
+    """State size of a Mamba layer per channel."""
     mlp: Literal["relu2", "swiglu"] = "relu2"
     """The MLP's nonlinearity."""
     mlp_ratio: float = 4.0
@@ -105,22 +105,27 @@ class GPTConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocab", "context", "ssm_state"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise StackError(setting=name, given=getattr(self, name), allowed=f"in 1..{MOST}")
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                raise StackError(setting=name, given=getattr(self, name), allowed=f"in 1..{MAX_SIZE}")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise StackError(
                 f"width {self.width} does not split into {self.heads} heads of even width",
+                setting="width",
+                given=self.width,
                 remedy="choose a width that is a multiple of twice the heads",
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise StackError(
-                f"{self.heads} heads cannot share {self.kv_heads} kv_heads", remedy="use a divisor"
+                f"{self.heads} heads cannot share {self.kv_heads} kv_heads",
+                setting="kv_heads",
+                given=self.kv_heads,
+                remedy="use a divisor",
             )
-        if not 1 <= self.mlp_ratio * self.width <= MOST:
+        if not 1 <= self.mlp_ratio * self.width <= MAX_SIZE:
             raise StackError(
                 setting="mlp_ratio",
                 given=self.mlp_ratio,
-                remedy=f"the MLP's width, this times the width {self.width}, must lie in 1..{MOST}",
+                remedy=f"the MLP's width, this times the width {self.width}, must lie in 1..{MAX_SIZE}",
             )
         if not 0 < self.rope_base < math.inf:
             raise StackError(setting="rope_base", given=self.rope_base, allowed="finite and above 0")
@@ -130,9 +135,12 @@ class GPTConfig(BlockConfig):
             raise StackError(
                 setting="softcap", given=self.softcap, allowed="positive, or be left out for no cap"
             )
-        if any(not 0 <= window <= MOST for window in self.windows):
+        if any(not 0 <= window <= MAX_SIZE for window in self.windows):
             raise StackError(
-                f"windows are {self.windows}", remedy="a span is at least 0, and 0 is the whole context"
+                f"windows are {self.windows}",
+                setting="windows",
+                given=self.windows,
+                remedy="a span is at least 0, and 0 is the whole context",
             )
         if self.head_rank is not None and self.head_rank < 1:
             raise StackError(setting="head_rank", given=self.head_rank, allowed="at least 1, or be left out")
@@ -144,11 +152,17 @@ class GPTConfig(BlockConfig):
             ("count_from", ("first", "last")),
         ):
             if getattr(self, name) not in allowed:
-                raise StackError(
-                    f"{name} {getattr(self, name)!r} is unknown", remedy=f"choose one of {', '.join(allowed)}"
-                )
+                allowed_names = f"one of {', '.join(allowed)}"
+                raise StackError(setting=name, given=getattr(self, name), allowed=allowed_names)
         if self.architecture not in ARCHITECTURES:
-            _check_mixer(self.architecture)
+            try:
+                MIXERS.check(self.architecture)
+            except ConfigError:
+                own = "package.module:attribute of a mixer of your own"
+                allowed_names = f"one of {', '.join(ARCHITECTURES)}, or {own}"
+                raise StackError(
+                    setting="architecture", given=self.architecture, allowed=allowed_names
+                ) from None
 
     @property
     def kind(self) -> str:
@@ -200,6 +214,8 @@ class GPTConfig(BlockConfig):
             raise StackError(
                 f"this model's {self.layers} layers alternate counted from the last, so appended "
                 "ones would change them",
+                setting="count_from",
+                given=self.count_from,
                 remedy="train it again with count_from = 'first'",
             )
         return replace(first, layers=layers)
@@ -229,19 +245,6 @@ class GPTConfig(BlockConfig):
         return index if self.count_from == "first" else index - self.layers
 
 
-def _check_mixer(name: str) -> None:
-    try:
-        MIXERS.check(name)
-    except ConfigError:
-        raise StackError(
-            setting="architecture",
-            given=name,
-            allowed=(
-                f"one of {', '.join(ARCHITECTURES)}, or package.module:attribute of a mixer of your own"
-            ),
-        ) from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SegmentInterface:
     """The shape of the interfaces between regions."""
@@ -249,9 +252,9 @@ class SegmentInterface:
     segments: int = 8
     """S, into how many equal parts the context is cut."""
     rank: int = 8
-    """r, the numbers that a segment hands on."""
+    """r, the size of a segment's message."""
     pool: Pool = "tail"
-    """What of a segment is handed on: its last position, its mean, or the mean of all so far."""
+    """What a segment sends: its last position, its mean, or the mean of all so far."""
     maps: Maps = "mlp"
     """Encoder and decoder: two layers, one, or one with a gate."""
     causal: bool = True
@@ -263,11 +266,15 @@ class SegmentInterface:
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"interface {name} {getattr(self, name)!r} is unknown",
+                    setting=name,
+                    given=getattr(self, name),
                     remedy=f"choose one of {', '.join(allowed)}",
                 )
-        if not MIN_RANK <= self.rank <= MOST:
+        if not MIN_RANK <= self.rank <= MAX_SIZE:
             raise ConfigError(
                 f"interface rank r is {self.rank}",
+                setting="rank",
+                given=self.rank,
                 remedy=(
                     f"it must be at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
                 ),
@@ -275,17 +282,21 @@ class SegmentInterface:
         if not self.causal and (self.segments != 1 or self.pool != "mean"):
             raise ConfigError(
                 f"causal=False pools the whole sequence, so it takes segments=1 and pool='mean', not "
-                f"segments={self.segments} and pool={self.pool!r}"
+                f"segments={self.segments} and pool={self.pool!r}",
+                setting="causal",
+                given=False,
             )
         if self.causal and self.segments < 2:
             raise ConfigError(
                 f"interface segments S is {self.segments}",
-                remedy="it must be at least 2, for segment s hears only those before it",
+                setting="segments",
+                given=self.segments,
+                remedy="it must be at least 2, for segment s reads only those before it",
             )
 
     @classmethod
     def parse(cls, text: str) -> SegmentInterface:
-        """The settings in words: S=8,r=8,pool=tail, and maps=linear, causal=false if wanted.
+        """The settings of a text such as S=8,r=8,pool=tail,maps=linear,causal=false.
 
         >>> SegmentInterface.parse("S=4,r=16")
         SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
@@ -297,10 +308,13 @@ class SegmentInterface:
             if not equals or key not in names:
                 raise ConfigError(
                     f"interface {text!r} has the part {part.strip()!r}",
+                    setting="interface",
+                    given=text,
                     remedy=f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}",
                 )
             if names[key] in settings:
-                raise ConfigError(f"interface {text!r} gives {key} twice", remedy="give each key once")
+                problem = f"interface {text!r} gives {key} twice"
+                raise ConfigError(problem, setting="interface", given=text, remedy="give each key once")
             settings[names[key]] = _value(key, value)
         return cls(**settings)
 
@@ -309,6 +323,8 @@ class SegmentInterface:
         if self.segments > context or context % self.segments:
             raise ConfigError(
                 f"interface segments S is {self.segments} and the context {context}",
+                setting="segments",
+                given=self.segments,
                 remedy="S must divide the context",
             )
         return context // self.segments
@@ -319,9 +335,12 @@ def _value(key: str, value: str) -> int | str | bool:
         try:
             return int(value)
         except ValueError:
-            raise ConfigError(f"interface {key} is {value!r}", remedy="it must be a whole number") from None
+            raise ConfigError(
+                f"interface {key} is {value!r}", setting="interface", given=value, allowed="a whole number"
+            ) from None
     if key == "causal":
         if value.lower() not in ("true", "false"):
-            raise ConfigError(f"interface causal is {value!r}", remedy="it must be true or false")
+            problem = f"interface causal is {value!r}"
+            raise ConfigError(problem, setting="interface", given=value, allowed="true or false")
         return value.lower() == "true"
     return value

@@ -17,7 +17,7 @@ sequence. The stage index only chooses among per-stage heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,18 @@ class LayerContext:
     x0: Tensor
     inputs: Tensor
     positions: Tensor
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    """Masks, rotary tables and arguments of adapted layers, by name."""
+    rotary: Any = None
+    """cos and sin of the positions; in decoding forms one complex table."""
+    local_rotary: Any = None
+    """The same for layers with a window, where these have frequencies of their own."""
+    mask: Tensor | None = None
+    """An attention mask for all layers, in place of the causal one."""
+    masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    """Causal masks so far, by number of keys and window; layers share them."""
+    additive_masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """The same with 0 and -inf, for fused attention."""
+    calls: Sequence[Any] = ()
+    """The arguments of each layer of an adapted model."""
     spans: Spans | None = None
     """The sequences of the packed positions, while several decode as one batch (`slots.py`)."""
 
@@ -66,11 +76,11 @@ class Stack(nn.Module):
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         """x0 from the inputs; `previous` is the token before them, for stacks that embed it too."""
-        raise StackError(f"{type(self).__name__} has no embed", remedy="a stack must define it")
+        raise _undefined(self, "embed")
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
-        raise StackError(f"{type(self).__name__} has no readout", remedy="a stack must define it")
+        raise _undefined(self, "readout")
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         """The context of inputs whose first position is `offset`, or whose positions (batch, time) it is."""
@@ -129,17 +139,17 @@ class Stack(nn.Module):
     @property
     def width(self) -> int:
         """Numbers in a hidden state, which learned relays are sized by."""
-        raise StackError(f"{type(self).__name__} has no width", remedy="define it, or add relays yourself")
+        raise _undefined(self, "width")
 
     @property
     def vocab(self) -> int:
         """Tokens, or classes, that the readout has logits for."""
-        raise StackError(f"{type(self).__name__} has no vocab", remedy="define it")
+        raise _undefined(self, "vocab")
 
     @property
     def context(self) -> int:
         """Positions that the stack sees, which interfaces are sized by."""
-        raise StackError(f"{type(self).__name__} has no context", remedy="define it, or add relays yourself")
+        raise _undefined(self, "context")
 
     def features(self, h: Tensor) -> Tensor:
         """The numbers (..., width) that a head reads of a hidden state."""
@@ -192,6 +202,10 @@ class Stack(nn.Module):
         for layer in self.layers:
             h = layer(h, ctx)
         return self.readout(h, self.last_stage)
+
+
+def _undefined(stack: Stack, name: str) -> StackError:
+    return StackError(f"{type(stack).__name__} has no {name}", setting=name, remedy="a stack must define it")
 
 
 def check_stack(model: object) -> Stack:

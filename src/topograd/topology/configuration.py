@@ -24,12 +24,7 @@ from enum import StrEnum
 from typing import Literal
 
 from topograd.errors import TopologyError
-from topograd.topology.composition import (
-    Composition,
-    count_compositions,
-    positive_int,
-    shown,
-)
+from topograd.topology.composition import Composition, count_compositions, positive_int, shown
 
 
 class Heads(StrEnum):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
 from topograd.exec.train_step import train_step
@@ -92,7 +93,7 @@ def test_no_cache_is_made_or_kept(foreign: Foreign) -> None:
     assert model.config.use_cache
     inputs = tokens()
     with torch.no_grad():
-        calls = stack.layer_context(stack.embed(inputs), inputs).extras["calls"]
+        calls = stack.layer_context(stack.embed(inputs), inputs).calls
     assert len(calls) == 4
     assert all(call.kwargs["use_cache"] is False for call in calls)
     assert all(call.kwargs.get("past_key_values") is None for call in calls)
@@ -101,7 +102,7 @@ def test_no_cache_is_made_or_kept(foreign: Foreign) -> None:
 def test_layers_may_have_masks_of_their_own(models: dict[str, Callable[..., Any]]) -> None:
     model = models["qwen2"]().eval()
     stack = adapt(model, layers="model.layers", norm="model.norm", head="lm_head")
-    calls = stack.layer_context(stack.embed(tokens()), tokens()).extras["calls"]
+    calls = stack.layer_context(stack.embed(tokens()), tokens()).calls
     masks = [call.kwargs["attention_mask"] for call in calls]
     assert masks[0] is None
     assert masks[3] is not None
@@ -159,7 +160,7 @@ def test_logits_that_the_model_changes_are_found() -> None:
         if softcap is None:
             stack.verify(tokens())
         else:
-            with pytest.raises(StackError, match="Gemma2ForCausalLM, first in the logits, after lm_head, by"):
+            with refused(StackError, setting="model", given="Gemma2ForCausalLM"):
                 stack.verify(tokens())
 
 

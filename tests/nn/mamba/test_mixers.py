@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pieces import Decoded
+from raising import refused
 from topograd.decode.cache import Cache
 from topograd.errors import ConfigError, StackError
 from topograd.exec.forward import stage_outputs
@@ -200,22 +201,21 @@ def test_a_mixer_may_be_given_a_name(monkeypatch: pytest.MonkeyPatch, module: st
         made("decay")(torch.zeros(1, 9, dtype=torch.long)),
         made(f"{module}:Decay")(torch.zeros(1, 9, dtype=torch.long)),
     )
-    with pytest.raises(ConfigError, match="mixer 'decay' exists already"):
+    with refused(ConfigError, setting="name", given="decay"):
         MIXERS.register("decay", MIXERS[f"{module}:Decay"])
 
 
 @pytest.mark.parametrize(
-    ("address", "error", "words"),
+    ("address", "error", "setting"),
     [
-        ("decay2", StackError, "architecture 'decay2' is unknown; choose one of transformer, mamba2, mamba3"),
-        ("nowhere:mixer", ConfigError, "mixer 'nowhere:mixer' cannot be imported"),
-        ("math:mixer", ConfigError, "mixer 'math:mixer' cannot be imported"),
+        ("decay2", StackError, "architecture"),
+        ("nowhere:mixer", ConfigError, "mixer"),
+        ("math:mixer", ConfigError, "mixer"),
     ],
 )
-def test_a_mixer_that_is_not_there_is_one_line(address: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words) as caught:
+def test_a_mixer_that_is_not_there_is_one_line(address: str, error: type[Exception], setting: str) -> None:
+    with refused(error, setting=setting, given=address):
         GPT(architecture=address, **SIZES)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_mixer_alone_is_an_architecture() -> None:

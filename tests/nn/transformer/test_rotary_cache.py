@@ -31,4 +31,4 @@ def test_positions_beyond_the_reach_are_made_when_they_come() -> None:
     x = torch.zeros(1, 1, 8, dtype=torch.float64)
     ctx = cache.layer_context(x, torch.zeros(1, 1, dtype=torch.long), 7)
     assert ctx.positions.tolist() == [7]
-    assert torch.equal(ctx.extras["rotary"][0, 0], torch.polar(torch.ones(4).double(), 7 * FREQUENCIES))
+    assert torch.equal(ctx.rotary[0, 0], torch.polar(torch.ones(4).double(), 7 * FREQUENCIES))

@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoi
 
 
 class Affine(nn.Module):
-    """A matrix, a bias, and an activation where there is one; pictures are laid out flat."""
+    """A matrix, a bias, and an activation where there is one; images are laid out flat."""
 
     def __init__(self, taken: int, given: int, activation: str | None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ResidualMLP(nn.Module):
 
 
 class MLP(ImageStack):
-    """Matrices one behind the other."""
+    """A chain of matrices."""
 
     config: ImageConfig
 
