@@ -17,21 +17,11 @@ from typing import TYPE_CHECKING
 from topograd.plugins import ENTRIES as registry_entries  # noqa: F401  read by `registry.py`
 
 if TYPE_CHECKING:
-    from topograd import (
-        fields as fields,
-    )
-    from topograd import (
-        geometry as geometry,
-    )
-    from topograd import (
-        interfaces as interfaces,
-    )
-    from topograd import (
-        optim as optim,
-    )
-    from topograd import (
-        specialists as specialists,
-    )
+    from topograd import fields as fields
+    from topograd import geometry as geometry
+    from topograd import interfaces as interfaces
+    from topograd import optim as optim
+    from topograd import specialists as specialists
     from topograd.data.windows import Text as Text
     from topograd.decode.autotune import DraftRule as DraftRule
     from topograd.decode.engine import Engine as Engine
@@ -40,15 +30,9 @@ if TYPE_CHECKING:
     from topograd.decode.model import load as load
     from topograd.decode.sampling import Sampling as Sampling
     from topograd.decode.speculation import Speculate as Speculate
-    from topograd.decode.strategies import (
-        FixedDepth as FixedDepth,
-    )
-    from topograd.decode.strategies import (
-        PathEnsemble as PathEnsemble,
-    )
-    from topograd.decode.strategies import (
-        generate_tokens as generate_tokens,
-    )
+    from topograd.decode.strategies import FixedDepth as FixedDepth
+    from topograd.decode.strategies import PathEnsemble as PathEnsemble
+    from topograd.decode.strategies import generate_tokens as generate_tokens
     from topograd.decode.wand import Wand as Wand
     from topograd.errors import TopogradError as TopogradError
     from topograd.evaluation.texts import score as score
@@ -71,15 +55,9 @@ if TYPE_CHECKING:
     from topograd.nn.stack import LayerContext as LayerContext
     from topograd.nn.stack import Stack as Stack
     from topograd.pretrained import REFERENCE as REFERENCE
-    from topograd.runs.config import (
-        OptimizerConfig as OptimizerConfig,
-    )
-    from topograd.runs.config import (
-        TrainConfig as TrainConfig,
-    )
-    from topograd.runs.config import (
-        preset as preset,
-    )
+    from topograd.runs.config import OptimizerConfig as OptimizerConfig
+    from topograd.runs.config import TrainConfig as TrainConfig
+    from topograd.runs.config import preset as preset
     from topograd.runs.topology_config import TopologyConfig as TopologyConfig
     from topograd.search.properties import PROPERTIES as PROPERTIES
     from topograd.topology.composition import Composition as Composition

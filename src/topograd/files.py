@@ -87,20 +87,14 @@ def hold_lock(path: Path) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise RunError(
-            f"cannot lock {folder} ({problem.strerror})",
-            setting="folder",
-            given=folder,
-            remedy="pass a folder you can write",
-        ) from None
+        message = f"cannot lock {folder} ({problem.strerror})"
+        remedy = "pass a folder you can write"
+        raise RunError(message, setting="folder", given=folder, remedy=remedy) from None
     try:
         if not lock_file(descriptor):
-            raise RunError(
-                f"{folder} is in use by another process",
-                setting="folder",
-                given=folder,
-                remedy="wait for its end or pass another folder",
-            )
+            message = f"{folder} is in use by another process"
+            remedy = "wait for its end or pass another folder"
+            raise RunError(message, setting="folder", given=folder, remedy=remedy)
         yield
     finally:
         os.close(descriptor)
@@ -187,12 +181,7 @@ def _toml_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str
 
 def _toml_key(key: object) -> str:
     if not isinstance(key, str):
-        raise ConfigError(
-            f"a setting's name must be text, got {key!r} ({type(key).__name__})",
-            setting="name",
-            given=key,
-            remedy="rename it",
-        )
+        raise ConfigError(setting="name", given=key, allowed="text, as the name of a setting")
     return key if _BARE_KEY.fullmatch(key) else _toml_value(key, key)
 
 
@@ -214,9 +203,5 @@ def _toml_value(value: object, key: str) -> str:
                 f"{{{', '.join(f'{_toml_key(name)} = {_toml_value(item, name)}' for name, item in pairs)}}}"
             )
     allowed = "text, whole numbers, decimal numbers, booleans, lists and tables of these"
-    raise ConfigError(
-        f"setting {key!r} holds {value!r} ({type(value).__name__})",
-        setting=key,
-        given=value,
-        remedy=f"TOML can hold {allowed}",
-    )
+    problem = f"setting {key!r} holds {value!r} ({type(value).__name__})"
+    raise ConfigError(problem, setting=key, given=value, remedy=f"TOML can hold {allowed}")

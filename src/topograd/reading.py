@@ -30,12 +30,9 @@ def build_dataclass(
     known = {f.name: f for f in fields(kind) if f.name not in given}
     unknown = sorted(set(values) - known.keys())
     if unknown:
-        raise ConfigError(
-            f"unknown setting {where}{unknown[0]}",
-            setting=f"{where}{unknown[0]}",
-            given=values[unknown[0]],
-            remedy=f"known are {', '.join(sorted(known))}",
-        )
+        problem = f"unknown setting {where}{unknown[0]}"
+        remedy = f"known are {', '.join(sorted(known))}"
+        raise ConfigError(problem, setting=f"{where}{unknown[0]}", given=values[unknown[0]], remedy=remedy)
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(
@@ -83,12 +80,8 @@ def _float(value: float, name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(
-            f"setting {name} has {len(str(value))} digits",
-            setting=name,
-            given=value,
-            allowed="a number below 1e308",
-        ) from None
+        problem = f"setting {name} has {len(str(value))} digits"
+        raise ConfigError(problem, setting=name, given=value, allowed="a number below 1e308") from None
 
 
 def _phrase(hint: Any) -> str:

@@ -71,11 +71,8 @@ class BPETokenizer(Tokenizer):
     def train(cls, texts: Iterable[str], vocab: int) -> "BPETokenizer":
         """Learn merges until there are `vocab` ids, separator included; fewer, if no pair is seen twice."""
         if vocab < 257:
-            raise ConfigError(
-                f"a vocabulary of {vocab} is too small: 256 bytes and the separator need at least 257",
-                setting="vocab",
-                given=vocab,
-            )
+            problem = f"a vocabulary of {vocab} is too small: 256 bytes and the separator need at least 257"
+            raise ConfigError(problem, setting="vocab", given=vocab)
         trainer = trainers.BpeTrainer(
             vocab_size=vocab - 1,
             min_frequency=2,
@@ -95,8 +92,7 @@ class BPETokenizer(Tokenizer):
     def encode(self, text: str, kind: TextKind = "document") -> list[int]:
         """The ids of `text`, the same for every kind."""
         check_kind(kind)
-        ids: list[int] = self.encode_batch([text])[0].tolist()
-        return ids
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text as a uint32 array. Long texts are encoded in parts, with the same result."""
@@ -127,12 +123,9 @@ class BPETokenizer(Tokenizer):
 
     def to_hf(self) -> NoReturn:
         """Raises ConfigError: other programs do not know it."""
-        raise ConfigError(
-            "the tokenizer is one of this package, which no other program reads",
-            setting="tokenizer",
-            given=self.kind,
-            remedy="only imported models are exported: keep the run's folder",
-        )
+        problem = "the tokenizer is one of this package, which no other program reads"
+        remedy = "only imported models are exported: keep the run's folder"
+        raise ConfigError(problem, setting="tokenizer", given=self.kind, remedy=remedy)
 
     @classmethod
     def from_file(cls, path: Path, content: Any) -> "BPETokenizer":

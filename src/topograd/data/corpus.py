@@ -96,7 +96,10 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
     at a line break where there is one among the tenth before it.
     """
     if len(documents) == 1:
-        return _cut_document(documents[0])
+        name, text = documents[0].name, documents[0].text
+        tenth = len(text) * 9 // 10
+        cut = text.rfind("\n", len(text) * 8 // 10, tenth) + 1 or tenth
+        return [Document(name, text[:cut])], [Document(name, text[cut:])]
     half = sum(len(document.text) for document in documents) / 2
     hashes = [_hash(document.name) for document in documents]
     chosen = {i for i, value in enumerate(hashes) if value < HELDOUT_SHARE}
@@ -251,12 +254,8 @@ def _read_bytes(path: Path) -> bytes:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             gib = size / 2**30
-            raise DataError(
-                f"{str(path)!r} has {gib:.1f} GiB, at most 1 is read from one file",
-                setting="path",
-                given=path,
-                remedy="split it into parts",
-            )
+            problem = f"{str(path)!r} has {gib:.1f} GiB, at most 1 is read from one file"
+            raise DataError(problem, setting="path", given=path, remedy="split it into parts")
         return path.read_bytes()
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -276,13 +275,6 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     remedy = "give a readable file or directory"
     return DataError(f"cannot read {str(path)!r} ({reason})", setting="path", given=path, remedy=remedy)
-
-
-def _cut_document(document: Document) -> tuple[list[Document], list[Document]]:
-    text = document.text
-    tenth = len(text) * 9 // 10
-    cut = text.rfind("\n", len(text) * 8 // 10, tenth) + 1 or tenth
-    return [Document(document.name, text[:cut])], [Document(document.name, text[cut:])]
 
 
 def _name_bytes(name: str) -> bytes:

@@ -162,20 +162,14 @@ def _read(path: Path) -> str:
         text, remedy = f"{path} cannot be read ({problem.strerror})", f"give a {path.name}"
         raise DataError(text, setting="path", given=path, remedy=remedy) from None
     except UnicodeDecodeError:
-        raise DataError(
-            f"{path} cannot be used: it is not UTF-8",
-            setting="path",
-            given=path,
-            remedy=f"give another {path.name}",
-        ) from None
+        raise DataError(setting="path", given=path, allowed=f"a {path.name} in UTF-8") from None
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add: bool = False) -> list[int]:
     utf8(text)
     with _library():
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add)
-    ids: list[int] = encoding.ids
-    return ids
+    return encoding.ids
 
 
 @contextmanager

@@ -107,18 +107,12 @@ def read_images(source: Path | str) -> ImageData:
         train, test = _folder(Path(source))
         where = str(source)
     if not len(train) or not len(test):
-        raise DataError(
-            f"{where} has {len(train)} training images and {len(test)} test images",
-            setting="source",
-            given=source,
-            remedy="both are needed",
-        )
+        raise DataError(setting="source", given=source, allowed="a folder with training and test images")
     if train.shape != test.shape:
         raise DataError(
-            f"the images of {where} are {_size(train)} for training and {_size(test)} for testing",
             setting="source",
             given=source,
-            remedy="they must be of one size",
+            allowed=f"images of one size, not {_size(train)} and {_size(test)}",
         )
     classes = int(train.labels.max()) + 1
     known = torch.zeros(max(classes, int(test.labels.max()) + 1), dtype=torch.bool)
@@ -133,12 +127,14 @@ def read_images(source: Path | str) -> ImageData:
         )
     if classes > MAX_CLASSES:
         raise DataError(
-            f"{where} has labels up to {classes - 1}",
-            setting="source",
-            given=source,
-            remedy=f"at most {MAX_CLASSES} classes are read",
+            setting="source", given=source, allowed=f"a data set of at most {MAX_CLASSES} classes"
         )
-    return ImageData(train, test, classes, _digest(train, test))
+    sha = hashlib.sha256()
+    for part in (train, test):
+        sha.update(repr(tuple(part.images.shape)).encode())
+        sha.update(part.images.contiguous().numpy().data)
+        sha.update(part.labels.contiguous().numpy().data)
+    return ImageData(train, test, classes, sha.hexdigest())
 
 
 def read_test_images(source: Path | str, shape: tuple[int, int, int], classes: int) -> ImageSet:
@@ -155,26 +151,14 @@ def read_test_images(source: Path | str, shape: tuple[int, int, int], classes: i
         )
     last = int(data.test.labels.max())
     if last >= classes:
-        raise DataError(
-            f"class {last} of {source} was unseen in training, which had classes 0 to {classes - 1}",
-            setting="source",
-            given=source,
-            remedy="leave its images out, or train on it",
-        )
+        problem = f"class {last} of {source} was unseen in training, which had classes 0 to {classes - 1}"
+        remedy = "leave its images out, or train on it"
+        raise DataError(problem, setting="source", given=source, remedy=remedy)
     return data.test
 
 
 def _size(images: ImageSet) -> str:
     return " × ".join(map(str, images.shape))
-
-
-def _digest(*parts: ImageSet) -> str:
-    sha = hashlib.sha256()
-    for part in parts:
-        sha.update(repr(tuple(part.images.shape)).encode())
-        sha.update(part.images.contiguous().numpy().data)
-        sha.update(part.labels.contiguous().numpy().data)
-    return sha.hexdigest()
 
 
 # Folders
@@ -219,12 +203,8 @@ def _idx_pair(folder: Path, names: list[str], test: bool) -> ImageSet:
     images_file, labels_file = one("images-idx3"), one("labels-idx1")
     images, labels = _read_idx(images_file, 3), _read_idx(labels_file, 1)
     if len(images) != len(labels):
-        raise DataError(
-            f"{images_file} has {len(images)} images and {labels_file} has {len(labels)} labels",
-            setting="source",
-            given=folder,
-            remedy="give the labels of these images",
-        )
+        problem = f"{images_file} has {len(images)} images and {labels_file} has {len(labels)} labels"
+        raise DataError(problem, setting="source", given=folder, remedy="give the labels of these images")
     return ImageSet(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
 
 
@@ -288,12 +268,9 @@ def _digits() -> tuple[ImageSet, ImageSet]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise DataError(
-            "scikit-learn, which has the digits, is not installed",
-            setting="source",
-            given=DIGITS,
-            remedy=("pip install 'topograd[studies]', or give a folder of IDX or CIFAR binary files"),
-        ) from None
+        problem = "scikit-learn, which has the digits, is not installed"
+        remedy = "pip install 'topograd[studies]', or give a folder of IDX or CIFAR binary files"
+        raise DataError(problem, setting="source", given=DIGITS, remedy=remedy) from None
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy((pixels * 15).astype(np.uint8)).reshape(-1, 1, 8, 8)
     every = ImageSet(images, torch.from_numpy(labels.astype(np.int64)))

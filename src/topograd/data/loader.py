@@ -31,12 +31,11 @@ class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
             name, given, least = next(bound for bound in bounds if bound[1] < bound[2])
             raise ConfigError(setting=name, given=given, allowed=f"at least {least}")
         if shards.tokens - 1 < context:
-            raise DataError(
-                f"the training text has {shards.tokens} tokens, too short for one sequence of {context + 1}: "
-                "give more text or a shorter context",
-                setting="context",
-                given=context,
+            problem = (
+                f"the training text has {shards.tokens} tokens, too short for one sequence of {context + 1}"
             )
+            remedy = "give more text or a shorter context"
+            raise DataError(problem, setting="context", given=context, remedy=remedy)
         self.shards, self.context, self.batch, self.seed = shards, context, batch, seed
         self._start_epoch(0)
 

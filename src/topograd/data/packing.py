@@ -62,11 +62,8 @@ def pack(offsets: np.ndarray, length: int, generator: np.random.Generator) -> Ro
     """
     context = length - 1
     if context < 1:
-        raise DataError(
-            f"a sequence of {length} tokens is too short: it needs at least 2, an input and its target",
-            setting="length",
-            given=length,
-        )
+        problem = f"a sequence of {length} tokens is too short: it needs at least 2, an input and its target"
+        raise DataError(problem, setting="length", given=length)
     offsets = np.asarray(offsets, dtype=np.int64)
     full, starts, counts = cut_documents(offsets, context, generator)
     order = np.argsort(-counts, kind="stable")

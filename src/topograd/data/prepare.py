@@ -62,11 +62,8 @@ def prepare(
     ~/.cache/topograd.
     """
     if tokenizer is None and tokenizer_kind not in ("bytes", "bpe"):
-        raise ConfigError(
-            f"tokenizer {tokenizer_kind!r} does not exist: choose 'bytes' or 'bpe'",
-            setting="tokenizer_kind",
-            given=tokenizer_kind,
-        )
+        problem = f"tokenizer {tokenizer_kind!r} does not exist: choose 'bytes' or 'bpe'"
+        raise ConfigError(problem, setting="tokenizer_kind", given=tokenizer_kind)
     cache = default_cache() if cache is None else cache
     corpus = read_corpus(path)
     problems: list[OSError] = []

@@ -29,7 +29,6 @@ import shutil
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -237,7 +236,8 @@ def _write(path: Path, content: bytes) -> None:
 
 def _move_into_place(temporary: Path, folder: Path) -> Shards:
     """Give `temporary` the name `folder`, unless the same shards have it. Writers take turns."""
-    with _turn(folder):
+    with folder.with_name(f".{folder.name}.lock").open("wb") as lock:
+        lock_file(lock.fileno(), wait=True)  # the system frees it when its holder ends, however it ends
         if _same(temporary, folder):
             return Shards.open(folder)
         if folder.exists():
@@ -262,14 +262,6 @@ def _same(new: Path, old: Path) -> bool:
         return (new / _MANIFEST).read_bytes() == (old / _MANIFEST).read_bytes()
     except (DataError, OSError):
         return False
-
-
-@contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Wait for the lock on this folder's name; the system frees it when its holder ends, however it ends."""
-    with folder.with_name(f".{folder.name}.lock").open("wb") as lock:
-        lock_file(lock.fileno(), wait=True)
-        yield
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:

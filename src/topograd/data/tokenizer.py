@@ -95,11 +95,8 @@ class Tokenizer(Protocol):
     def get_chat_template(self) -> str:
         """The chat template; raises ConfigError if there is none."""
         if self.chat_template is None:
-            raise ConfigError(
-                "the model's tokenizer has no chat template",
-                setting="chat_template",
-                remedy="give a prompt instead of a chat",
-            )
+            problem = "the model's tokenizer has no chat template"
+            raise ConfigError(problem, setting="chat_template", remedy="give a prompt instead of a chat")
         return self.chat_template
 
     def save(self, path: Path) -> None:

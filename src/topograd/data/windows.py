@@ -88,8 +88,5 @@ def _spaced(nbytes: np.ndarray, limit_bytes: int) -> np.ndarray:
         total = int(nbytes[chosen].sum())
         if total <= limit_bytes:
             return chosen
-    raise DataError(
-        f"a limit of {limit_bytes} bytes is too small for one window: allow at least {nbytes.max()}",
-        setting="limit_bytes",
-        given=limit_bytes,
-    )
+    problem = f"a limit of {limit_bytes} bytes is too small for one window: allow at least {nbytes.max()}"
+    raise DataError(problem, setting="limit_bytes", given=limit_bytes)

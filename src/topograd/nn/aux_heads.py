@@ -135,10 +135,7 @@ def _ridge(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:
     classes = getattr(getattr(stack, "config", None), "classes", None)
     if classes is None:
         raise StackError(
-            "the objective ridge solves for classes",
-            setting="objective",
-            given="ridge",
-            remedy="it needs a network on images",
+            setting="objective", given="ridge", allowed="another one; ridge needs a network on images"
         )
     return RidgeHead(stack.feature_width(stack.output_shape(planned.stage.stop - 1)), classes)
 

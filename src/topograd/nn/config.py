@@ -108,19 +108,12 @@ class GPTConfig(BlockConfig):
             if not 1 <= getattr(self, name) <= MAX_SIZE:
                 raise StackError(setting=name, given=getattr(self, name), allowed=f"in 1..{MAX_SIZE}")
         if self.width % self.heads or (self.width // self.heads) % 2:
-            raise StackError(
-                f"width {self.width} does not split into {self.heads} heads of even width",
-                setting="width",
-                given=self.width,
-                remedy="choose a width that is a multiple of twice the heads",
-            )
+            problem = f"width {self.width} does not split into {self.heads} heads of even width"
+            remedy = "choose a width that is a multiple of twice the heads"
+            raise StackError(problem, setting="width", given=self.width, remedy=remedy)
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            raise StackError(
-                f"{self.heads} heads cannot share {self.kv_heads} kv_heads",
-                setting="kv_heads",
-                given=self.kv_heads,
-                remedy="use a divisor",
-            )
+            problem = f"{self.heads} heads cannot share {self.kv_heads} kv_heads"
+            raise StackError(problem, setting="kv_heads", given=self.kv_heads, remedy="use a divisor")
         if not 1 <= self.mlp_ratio * self.width <= MAX_SIZE:
             raise StackError(
                 setting="mlp_ratio",
@@ -136,12 +129,9 @@ class GPTConfig(BlockConfig):
                 setting="softcap", given=self.softcap, allowed="positive, or be left out for no cap"
             )
         if any(not 0 <= window <= MAX_SIZE for window in self.windows):
-            raise StackError(
-                f"windows are {self.windows}",
-                setting="windows",
-                given=self.windows,
-                remedy="a span is at least 0, and 0 is the whole context",
-            )
+            problem = f"windows are {self.windows}"
+            allowed_spans = "spans of at least 0; 0 is the whole context"
+            raise StackError(problem, setting="windows", given=self.windows, allowed=allowed_spans)
         if self.head_rank is not None and self.head_rank < 1:
             raise StackError(setting="head_rank", given=self.head_rank, allowed="at least 1, or be left out")
         if self.ssm_state % 4:
@@ -264,35 +254,20 @@ class SegmentInterface:
     def __post_init__(self) -> None:
         for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
             if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"interface {name} {getattr(self, name)!r} is unknown",
-                    setting=name,
-                    given=getattr(self, name),
-                    remedy=f"choose one of {', '.join(allowed)}",
-                )
+                value, remedy = getattr(self, name), f"choose one of {', '.join(allowed)}"
+                problem = f"interface {name} {value!r} is unknown"
+                raise ConfigError(problem, setting=name, given=value, remedy=remedy)
         if not MIN_RANK <= self.rank <= MAX_SIZE:
-            raise ConfigError(
-                f"interface rank r is {self.rank}",
-                setting="rank",
-                given=self.rank,
-                remedy=(
-                    f"it must be at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
-                ),
-            )
+            problem = f"interface rank r is {self.rank}"
+            allowed_ranks = f"at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
+            raise ConfigError(problem, setting="rank", given=self.rank, allowed=allowed_ranks)
         if not self.causal and (self.segments != 1 or self.pool != "mean"):
             raise ConfigError(
-                f"causal=False pools the whole sequence, so it takes segments=1 and pool='mean', not "
-                f"segments={self.segments} and pool={self.pool!r}",
-                setting="causal",
-                given=False,
+                setting="causal", given=False, allowed="True, unless segments=1 and pool='mean'"
             )
         if self.causal and self.segments < 2:
-            raise ConfigError(
-                f"interface segments S is {self.segments}",
-                setting="segments",
-                given=self.segments,
-                remedy="it must be at least 2, for segment s reads only those before it",
-            )
+            problem = f"interface segments S is {self.segments}"
+            raise ConfigError(problem, setting="segments", given=self.segments, allowed="at least 2")
 
     @classmethod
     def parse(cls, text: str) -> SegmentInterface:
@@ -306,12 +281,9 @@ class SegmentInterface:
         for part in text.split(","):
             key, equals, value = (word.strip() for word in part.partition("="))
             if not equals or key not in names:
-                raise ConfigError(
-                    f"interface {text!r} has the part {part.strip()!r}",
-                    setting="interface",
-                    given=text,
-                    remedy=f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}",
-                )
+                problem = f"interface {text!r} has the part {part.strip()!r}"
+                remedy = f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
+                raise ConfigError(problem, setting="interface", given=text, remedy=remedy)
             if names[key] in settings:
                 problem = f"interface {text!r} gives {key} twice"
                 raise ConfigError(problem, setting="interface", given=text, remedy="give each key once")
@@ -321,12 +293,9 @@ class SegmentInterface:
     def segment(self, context: int) -> int:
         """ℓ, the positions of one segment."""
         if self.segments > context or context % self.segments:
-            raise ConfigError(
-                f"interface segments S is {self.segments} and the context {context}",
-                setting="segments",
-                given=self.segments,
-                remedy="S must divide the context",
-            )
+            problem = f"interface segments S is {self.segments} and the context {context}"
+            remedy = "S must divide the context"
+            raise ConfigError(problem, setting="segments", given=self.segments, remedy=remedy)
         return context // self.segments
 
 

@@ -132,8 +132,7 @@ class DraftStage(nn.Module):
     def forward(self, ctx: LayerContext, previous: Tensor, memory: object = None) -> Tensor:
         """g (batch, time, width) from the tokens and the states of the positions before."""
         h = self.relay.join(ctx.x0, previous)
-        g: Tensor = self.layer(h, ctx) if memory is None else self.layer(h, ctx, memory)
-        return g
+        return self.layer(h, ctx) if memory is None else self.layer(h, ctx, memory)
 
     def readout(self, g: Tensor) -> Tensor:
         """Logits (..., draft vocabulary)."""

@@ -120,12 +120,9 @@ class SegmentRelay(nn.Module, CausalRelay):
         later = -(-time // self.segment) - 1  # segments after the first
         if later >= self.settings.segments:
             raise ConfigError(
-                f"the interface was given {time} positions",
                 setting="context",
                 given=time,
-                remedy=(
-                    f"it was made for a context of {self.segment * self.settings.segments}, so cut the input"
-                ),
+                allowed=f"at most {self.segment * self.settings.segments} positions",
             )
         decoded = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
         return ctx.x0 + F.pad(decoded, (0, 0, self.segment, 0))[:, :time]
@@ -152,12 +149,7 @@ class SegmentRelay(nn.Module, CausalRelay):
 
     def _must_be_causal(self) -> None:
         if not self.settings.causal:
-            raise ConfigError(
-                "an interface with causal=False needs the whole sequence, so it cannot decode token by token",
-                setting="causal",
-                given=False,
-                remedy="train one that is causal",
-            )
+            raise ConfigError(setting="causal", given=False, allowed="True for decoding token by token")
 
 
 def _positions(ctx: LayerContext, batch: int) -> Tensor:

@@ -54,12 +54,10 @@ class Inverse(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         if self.spatial:
             h = F.interpolate(h, size=self.taken[1:], mode="nearest")
-            out: Tensor = self.map(h)
-            return out
+            return self.map(h)
         features = self.map.in_features
         if self.by_place or (len(self.taken) == 1 and h.shape[-1] == features):
-            back: Tensor = self.map(h)
-            return back
+            return self.map(h)
         flat: Tensor = self.map(h.flatten(1))
         return flat.reshape(len(h), *self.taken)
 
@@ -81,8 +79,7 @@ class TargetRelay(nn.Module):
 
     def close(self, h: Tensor, message: Tensor) -> Tensor:
         """The receiving stage's output, through which errors go back to `message` by g."""
-        out: Tensor = _Difference.apply(h, message, self.inverse, self.step * len(h))
-        return out
+        return _Difference.apply(h, message, self.inverse, self.step * len(h))
 
 
 class _Difference(torch.autograd.Function):

@@ -67,12 +67,9 @@ class LayerDropout:
     ) -> Tensor:
         h: Tensor = args[0] if kwargs.get("rows") is None else args[0][:, kwargs["rows"]]
         if h.shape != output.shape:
-            raise StackError(
-                f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}",
-                setting="layer_dropout",
-                given=self.rate,
-                remedy="layer dropout needs layers that keep the shape",
-            )
+            problem = f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}"
+            remedy = "layer dropout needs layers that keep the shape"
+            raise StackError(problem, setting="layer_dropout", given=self.rate, remedy=remedy)
         if self._retained is None:
             self._retained = torch.rand(len(h), device=h.device) >= self.rate
         return torch.where(self._retained.view(-1, *[1] * (h.dim() - 1)), output, h)

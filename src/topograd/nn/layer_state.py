@@ -62,10 +62,7 @@ class KVState:
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
             raise StackError(
-                f"the state holds {self.capacity} positions and {stop} are needed",
-                setting="capacity",
-                given=self.capacity,
-                remedy="make it with more capacity",
+                setting="capacity", given=self.capacity, allowed=f"at least {stop}, the positions so far"
             )
         self.keys = grown(self.keys, 2, stop, self.capacity)
         self.values = grown(self.values, 2, stop, self.capacity)

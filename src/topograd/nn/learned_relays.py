@@ -83,8 +83,7 @@ class LowRank(LearnedRelay):
             self.up.weight.copy_(torch.zeros_like(self.up.weight) if beside else self.down.weight.t())
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = self.up(self.down(message))
-        return out
+        return self.up(self.down(message))
 
 
 class ResidualGate(LearnedRelay):
@@ -107,8 +106,7 @@ class Linear(LearnedRelay):
         self.map = _affine(width, 0.0 if beside else 1.0, None)
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = self.map(message)
-        return out
+        return self.map(message)
 
 
 class Sigmoid(LearnedRelay):

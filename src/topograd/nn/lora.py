@@ -52,14 +52,18 @@ def linear_maps(layer: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+@torch.no_grad()
 def merge_lora(model: nn.Module) -> int:
     """Add every correction to its matrix and remove it; returns how many there were."""
-    merged = 0
-    for module in model.modules():
-        if has_lora(module):
-            _merge(module)
-            merged += 1
-    return merged
+    corrected: list[Any] = [module for module in model.modules() if has_lora(module)]
+    for module in corrected:
+        delta = module.__dict__.pop(_SCALE) * (module.lora_b @ module.lora_a)
+        module.__dict__.pop(_HANDLE).remove()
+        # Not in place: the matrix may be memory-mapped, or shared with another model.
+        weight = module.weight + (delta.T if _transposed(module) else delta)
+        module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+        del module.lora_a, module.lora_b
+    return len(corrected)
 
 
 def has_lora(module: nn.Module) -> bool:
@@ -71,12 +75,8 @@ def _attach(module: Any, rank: int, scale: float) -> None:
     weight: Tensor = module.weight
     inputs, outputs = weight.shape if _transposed(module) else weight.shape[::-1]
     if rank > min(inputs, outputs):
-        raise ConfigError(
-            f"lora_rank is {rank} and a map has {inputs} inputs and {outputs} outputs",
-            setting="lora_rank",
-            given=rank,
-            remedy="give at most the smaller",
-        )
+        problem = f"lora_rank is {rank} and a map has {inputs} inputs and {outputs} outputs"
+        raise ConfigError(problem, setting="lora_rank", given=rank, remedy="give at most the smaller")
     if has_lora(module):
         raise StackError("a map has a LoRA correction already", setting="layers", remedy="merge it first")
     like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
@@ -91,16 +91,6 @@ def _attach(module: Any, rank: int, scale: float) -> None:
 
 def _correct(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output + module.__dict__[_SCALE] * ((args[0] @ module.lora_a.T) @ module.lora_b.T)
-
-
-@torch.no_grad()
-def _merge(module: Any) -> None:
-    delta = module.__dict__.pop(_SCALE) * (module.lora_b @ module.lora_a)
-    module.__dict__.pop(_HANDLE).remove()
-    # Not in place: the matrix may be memory-mapped, or shared with another model.
-    weight = module.weight + (delta.T if _transposed(module) else delta)
-    module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
-    del module.lora_a, module.lora_b
 
 
 def _transposed(module: nn.Module) -> bool:

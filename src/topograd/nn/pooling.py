@@ -26,12 +26,7 @@ def pool(logits: Sequence[Tensor], how: str | Sequence[float]) -> Tensor:
     """Pooled logits of the stages, each (..., vocab); not normalised."""
     if not isinstance(how, str):
         if len(how) != len(logits):
-            raise ConfigError(
-                f"{len(how)} weights for {len(logits)} stages",
-                setting="how",
-                given=how,
-                remedy="give one weight per stage",
-            )
+            raise ConfigError(setting="how", given=how, allowed=f"{len(logits)} weights, one for each stage")
         return torch.stack([w * z for w, z in zip(how, logits, strict=True)]).sum(0)
     if how == "last":
         return logits[-1]

@@ -69,8 +69,7 @@ class ModelSpec:
     @classmethod
     def from_dict(cls, kind: str, table: Mapping[str, Any]) -> ModelSpec:
         """The spec of a `[model]` table, without its `kind`, every value checked."""
-        spec: ModelSpec = build_dataclass(cls, table, "model.")
-        return spec
+        return build_dataclass(cls, table, "model.")
 
 
 _GPT = "topograd.nn.config:GPTConfig"
@@ -100,9 +99,6 @@ def read_spec(table: Mapping[str, Any]) -> ModelSpec:
     spec_class = MODELS["resnet" if kind.startswith("resnet") and kind[6:].isdigit() else kind]
     if not (isinstance(spec_class, type) and issubclass(spec_class, ModelSpec)):
         raise ConfigError(
-            f"model kind {kind!r} is no ModelSpec",
-            setting="model.kind",
-            given=kind,
-            remedy="name a class that inherits tg.ModelSpec",
+            setting="model.kind", given=kind, allowed="the name of a class that inherits tg.ModelSpec"
         )
     return spec_class.from_dict(kind, rest)

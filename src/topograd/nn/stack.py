@@ -125,12 +125,9 @@ class Stack(nn.Module):
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         """Give these stages heads of their own where they lack them; True if parameters were added."""
-        raise StackError(
-            f"{type(self).__name__} has one head for all stages",
-            setting="heads",
-            given="per-stage",
-            remedy="use heads='shared' or define add_heads",
-        )
+        problem = f"{type(self).__name__} has one head for all stages"
+        remedy = "use heads='shared' or define add_heads"
+        raise StackError(problem, setting="heads", given="per-stage", remedy=remedy)
 
     def has_head(self, stage: int) -> bool:
         """Whether `stage` has a head of its own."""
@@ -193,10 +190,8 @@ class Stack(nn.Module):
         For other topologies use `Predictor` (`exec/forward.py`).
         """
         if self.learned_relays():
-            raise StackError(
-                f"this {type(self).__name__} has relays, so its layers do not simply follow one another",
-                remedy="call Predictor(stack, plan) instead",
-            )
+            problem = f"this {type(self).__name__} has relays, so its layers are not a plain chain"
+            raise StackError(problem, setting="relays", remedy="call Predictor(stack, plan) instead")
         h = self.embed(inputs)
         ctx = self.layer_context(h, inputs)
         for layer in self.layers:
@@ -212,10 +207,7 @@ def check_stack(model: object) -> Stack:
     """`model` if it is a stack; raises StackError for any other module."""
     if not isinstance(model, Stack):
         kind = type(model).__name__
-        raise StackError(
-            f"the model is a {kind}, not a tg.Stack",
-            setting="stack",
-            given=kind,
-            remedy="wrap it with tg.adapt(model, ...), or inherit tg.Stack",
-        )
+        problem = f"the model is a {kind}, not a tg.Stack"
+        remedy = "wrap it with tg.adapt(model, ...), or inherit tg.Stack"
+        raise StackError(problem, setting="stack", given=kind, remedy=remedy)
     return model

@@ -47,19 +47,11 @@ def adapt(
     blocks = _module(model, "layers", layers)
     if not isinstance(blocks, nn.ModuleList):
         lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-        raise StackError(
-            f"layers={layers!r} is a {type(blocks).__name__}, not a ModuleList",
-            setting="layers",
-            given=layers,
-            remedy=f"{type(model).__name__} has these lists: {', '.join(lists) or 'none'}",
-        )
+        problem = f"layers={layers!r} is a {type(blocks).__name__}, not a ModuleList"
+        remedy = f"{type(model).__name__} has these lists: {', '.join(lists) or 'none'}"
+        raise StackError(problem, setting="layers", given=layers, remedy=remedy)
     if not len(blocks):
-        raise StackError(
-            f"layers={layers!r} is empty",
-            setting="layers",
-            given=layers,
-            remedy="a stack needs at least one layer",
-        )
+        raise StackError(setting="layers", given=layers, allowed="a list of at least one layer")
     chain = [_Link(f"{layers}.{i}", block) for i, block in enumerate(blocks)]
     if norm is not None:
         chain.append(_Link(norm, _module(model, "norm", norm)))
@@ -74,11 +66,8 @@ def _module(model: nn.Module, what: str, path: str) -> nn.Module:
         child = getattr(module, part, None)
         if not isinstance(child, nn.Module):
             names = ", ".join(name for name, _ in module.named_children()) or "no modules"
-            raise StackError(
-                f"{what}={path!r} is no path to a module: {where} has no {part!r}, it has {names}",
-                setting=what,
-                given=path,
-            )
+            problem = f"{what}={path!r} is no path to a module: {where} has no {part!r}, it has {names}"
+            raise StackError(problem, setting=what, given=path)
         module, where = child, part
     return module
 
@@ -220,10 +209,7 @@ class Adapted(HeadedStack):
         self.linear = type(head) is nn.Linear  # a subclass may compute something else
         if head_rank is not None and not self.linear:
             raise StackError(
-                "head_rank needs an nn.Linear as head",
-                setting="head_rank",
-                given=head_rank,
-                remedy=f"{chain[-1].name} is a {type(head).__name__}",
+                setting="head_rank", given=head_rank, allowed="left out, unless the head is an nn.Linear"
             )
         # A head that is no plain matrix is called as it is, and there are no per-stage heads.
         self.head = Head(head.weight, head.bias, rank=head_rank) if self.linear else head  # type: ignore
@@ -238,10 +224,7 @@ class Adapted(HeadedStack):
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         if isinstance(offset, Tensor) or offset:
             raise StackError(
-                f"an adapted model cannot continue from position {offset}",
-                setting="offset",
-                given=offset,
-                remedy="give it the whole prefix",
+                setting="offset", given=offset, allowed="0: an adapted model needs the whole prefix"
             )
         rng = _RngState(x0.device)
         calls = self._trace(inputs).calls[: len(self.layers)]
@@ -338,12 +321,9 @@ class Adapted(HeadedStack):
                 else:
                     distance = f"{(own - expected).abs().max().item():.3g}"
                 kind = type(self.model).__name__
-                raise StackError(
-                    f"the stack differs from {kind}, first in {place}, by {distance}",
-                    setting="model",
-                    given=kind,
-                    remedy="write a Stack for this model instead",
-                )
+                problem = f"the stack differs from {kind}, first in {place}, by {distance}"
+                remedy = "write a Stack for this model instead"
+                raise StackError(problem, setting="model", given=kind, remedy=remedy)
 
     def _hidden_by_model(self, inputs: Tensor) -> list[Tensor]:
         """The input of each link when the model runs by itself, and the logits."""
@@ -370,12 +350,9 @@ def _check_argument(layer: str, argument: str, value: Any) -> None:
             _check_argument(layer, argument, part)
     elif isinstance(value, Tensor):
         if value.requires_grad:
-            raise StackError(
-                f"{layer} is given {argument}, a tensor with gradient, which no stage would send back",
-                setting=argument,
-                given=layer,
-                remedy="freeze the parameters that make it, or write a Stack for this model",
-            )
+            problem = f"{layer} is given {argument}, a tensor with gradient, which no stage would send back"
+            remedy = "freeze the parameters that make it, or write a Stack for this model"
+            raise StackError(problem, setting=argument, given=layer, remedy=remedy)
     elif not isinstance(value, _PLAIN):
         raise StackError(
             f"{layer} is given {argument}, a {type(value).__name__}, which could carry state between layers",

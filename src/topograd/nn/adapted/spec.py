@@ -39,10 +39,9 @@ class AdaptedConfig(ModelSpec):
             whole = False
         if not whole:
             raise ConfigError(
-                "model.settings is no JSON object",
                 setting="settings",
                 given=self.settings,
-                remedy="restore the run's config.toml",
+                allowed="a JSON object; restore the run's config.toml",
             )
         for name in ("layers", "width", "vocab", "context"):
             if not 1 <= getattr(self, name) <= MAX_SIZE:

@@ -89,19 +89,12 @@ class ImageConfig(ModelSpec):
             raise StackError(setting="widths", given=self.widths, allowed=f"each in 1..{SIZE[1]:.0f}")
         if self.family == "mlp" and self.classes in self.widths:
             raise StackError(
-                f"widths are {self.widths} and there are {self.classes} classes: a hidden layer "
-                "as wide as the logits would be taken for them",
                 setting="widths",
                 given=self.widths,
-                remedy="choose another width",
+                allowed=f"other than {self.classes}, the width of the logits",
             )
         if not all(math.isfinite(v) for v in self.mean) or not all(0 < v < math.inf for v in self.std):
-            raise StackError(
-                f"mean is {self.mean} and std {self.std}",
-                setting="mean",
-                given=self.mean,
-                remedy="give finite numbers, and std above 0",
-            )
+            raise StackError(setting="mean", given=self.mean, allowed="finite, and std above 0")
         if self.eval_images < 1:
             raise StackError(setting="eval_images", given=self.eval_images, allowed="at least 1")
         self._check_vit()
@@ -176,47 +169,30 @@ class ImageConfig(ModelSpec):
         match = _RESNET.fullmatch(self.network)
         if match and (int(match[1]) < 8 or (int(match[1]) - 2) % 6):
             raise StackError(
-                f"model {self.network!r} is unknown",
                 setting="network",
                 given=self.network,
-                remedy="a ResNet has 6n + 2 layers: resnet8, resnet20",
+                allowed="of 6n + 2 layers for a ResNet: resnet8, resnet20",
             )
         if not match:
             NETWORKS.check(self.network)
         family = self.family
         foreign = family not in WIDTHS
         if foreign and self.depth is None:
-            raise StackError(
-                f"model {self.network} is not one of this package",
-                setting="depth",
-                remedy="give depth, the number of its layers",
-            )
+            problem = f"model {self.network} is not one of this package"
+            raise StackError(problem, setting="depth", remedy="give depth, the number of its layers")
         if self.depth is not None and not foreign and family != "vit":
-            raise StackError(
-                f"depth is {self.depth}, and {self.network} has layers of its own",
-                setting="depth",
-                given=self.depth,
-                remedy="leave it out",
-            )
+            raise StackError(setting="depth", given=self.depth, allowed=f"left out for {self.network}")
         if family == "resnet" and self.widths and len(self.widths) != 3:
             raise StackError(setting="widths", given=self.widths, allowed="three, for a ResNet")
         if self.activation != "relu" and family != "mlp":
             raise StackError(
-                f"activation is {self.activation!r}, which only an mlp can have",
-                setting="activation",
-                given=self.activation,
-                remedy="leave it out",
+                setting="activation", given=self.activation, allowed="left out; only an mlp has one"
             )
         for name in ("patch", "heads"):
             default = type(self).__dataclass_fields__[name].default
             if not foreign and family != "vit" and getattr(self, name) != default:
                 value = getattr(self, name)
-                raise StackError(
-                    f"{name} is {value}, which only a vit uses",
-                    setting=name,
-                    given=value,
-                    remedy="leave it out",
-                )
+                raise StackError(setting=name, given=value, allowed="left out; only a vit uses it")
 
     def _check_vit(self) -> None:
         if self.family != "vit":
@@ -226,8 +202,7 @@ class ImageConfig(ModelSpec):
             raise StackError(setting="widths", given=self.own_widths, allowed=allowed)
         if self.shape[1] % self.patch_size or self.shape[2] % self.patch_size:
             raise StackError(
-                f"patch is {self.patch_size}, and images are {self.shape[1]} × {self.shape[2]}",
                 setting="patch",
                 given=self.patch_size,
-                remedy="it must divide both",
+                allowed=f"a divisor of {self.shape[1]} and {self.shape[2]}",
             )

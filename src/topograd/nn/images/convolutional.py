@@ -74,8 +74,7 @@ class ZeroBlock(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = h + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
-        return out
+        return h + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
 
 
 class VGG(ImageStack):

@@ -51,11 +51,8 @@ class ForwardForward(ImageStack):
         flat = super().embed(inputs).flatten(1)
         classes = self.config.classes
         if flat.shape[1] < classes:
-            raise StackError(
-                f"an image of {flat.shape[1]} pixels has no room for one of {classes} labels",
-                setting="classes",
-                given=classes,
-            )
+            problem = f"an image of {flat.shape[1]} pixels has no room for one of {classes} labels"
+            raise StackError(problem, setting="classes", given=classes)
         copies = flat.unsqueeze(1).repeat(1, classes, 1)
         white = (1 - self.get_buffer("mean").flatten()[0]) / self.get_buffer("std").flatten()[0]
         copies[:, :, :classes] = white * torch.eye(classes, device=flat.device, dtype=flat.dtype)
@@ -85,10 +82,7 @@ class ForwardForward(ImageStack):
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         raise StackError(
-            "a Forward-Forward network reads goodness and has no head",
-            setting="heads",
-            given="per-stage",
-            remedy="use heads='shared'",
+            setting="heads", given="per-stage", allowed="'shared' for Forward-Forward, which has no head"
         )
 
     def has_head(self, stage: int) -> bool:

@@ -138,12 +138,9 @@ class ImageStack(WidthHeads):
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         if tuple(inputs.shape[1:]) != self.config.shape:
             given, wanted = (" × ".join(map(str, shape)) for shape in (inputs.shape[1:], self.config.shape))
-            raise StackError(
-                f"an image is {given}",
-                setting="inputs",
-                given=tuple(inputs.shape[1:]),
-                remedy=f"this network takes {wanted} (channels × height × width)",
-            )
+            problem = f"an image is {given}"
+            remedy = f"this network takes {wanted} (channels × height × width)"
+            raise StackError(problem, setting="inputs", given=tuple(inputs.shape[1:]), remedy=remedy)
         mean, std = self.get_buffer("mean"), self.get_buffer("std")
         return (inputs.to(mean.dtype) / 255 - mean) / std
 
@@ -234,11 +231,8 @@ class ImageStack(WidthHeads):
     def width(self) -> int:
         widths = {self.feature_width(shape) for _, shape in self.shapes}
         if len(widths) > 1 or any(len(given) > 1 for _, given in self.shapes):
-            raise StackError(
-                "the layers of this network have different shapes",
-                setting="relay",
-                remedy="learned relays need one width",
-            )
+            problem = "the layers of this network have different shapes"
+            raise StackError(problem, setting="relay", remedy="learned relays need one width")
         return widths.pop()
 
 
@@ -247,5 +241,4 @@ def make_image_stack(
 ) -> ImageStack:
     """The network that the settings name, for a topology."""
     name = "resnet20" if config.family == "resnet" else config.network
-    stack: ImageStack = NETWORKS[name](config, topology)
-    return stack
+    return NETWORKS[name](config, topology)

@@ -17,6 +17,7 @@ Limits. Inputs are float images, normalised by the caller. torchvision's forward
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,8 +42,7 @@ class _Block(nn.Module):
         self.inner = inner
 
     def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = self.inner(h)
-        return out
+        return self.inner(h)
 
 
 class TorchvisionStack(WidthHeads):
@@ -60,14 +60,12 @@ class TorchvisionStack(WidthHeads):
     def head(self) -> nn.ModuleDict:  # type: ignore[override]
         return self.heads
 
-    def features(self, h: Tensor) -> Tensor:
-        raise StackError(
-            f"{type(self).__name__} has no features", remedy="a stack of torchvision's must define them"
-        )
+    @abstractmethod
+    def features(self, h: Tensor) -> Tensor: ...
 
+    @abstractmethod
     def width_after(self, layer: int) -> int:
-        """The features behind a layer."""
-        raise StackError(f"{type(self).__name__} has no width_after", remedy="it must be defined")
+        """The number of features after a layer."""
 
     def validate_plan(self, plan: Plan) -> None:
         for planned in plan.stages:
@@ -94,14 +92,10 @@ class TorchvisionStack(WidthHeads):
             out: Tensor = last(x)
             return out if rows is None else out[..., rows]
         if str(x.shape[-1]) not in self.head:
-            raise StackError(
-                f"no head reads {x.shape[-1]} features",
-                setting="heads",
-                given=x.shape[-1],
-                remedy="call tg.prepare(stack, topology) for the topology",
-            )
-        logits: Tensor = self.head[str(x.shape[-1])](x, stage, rows)
-        return logits
+            problem = f"no head reads {x.shape[-1]} features"
+            remedy = "call tg.prepare(stack, topology) for the topology"
+            raise StackError(problem, setting="heads", given=x.shape[-1], remedy=remedy)
+        return self.head[str(x.shape[-1])](x, stage, rows)
 
     @torch.no_grad()
     def verify(self, images: Tensor) -> None:
@@ -136,8 +130,7 @@ class ResNetStack(TorchvisionStack):
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         m = self.model
-        out: Tensor = m.maxpool(m.relu(m.bn1(m.conv1(inputs))))
-        return out
+        return m.maxpool(m.relu(m.bn1(m.conv1(inputs))))
 
     def features(self, h: Tensor) -> Tensor:
         return torch.flatten(self.model.avgpool(h), 1)
@@ -154,23 +147,18 @@ class VisionTransformerStack(TorchvisionStack):
     def __init__(self, model: Any) -> None:
         head = list(model.heads)
         if len(head) != 1 or not isinstance(head[0], nn.Linear):
-            raise StackError(
-                "this VisionTransformer has a head of several layers",
-                setting="model",
-                remedy="only a linear one is supported",
-            )
+            problem = "this VisionTransformer has a head of several layers"
+            raise StackError(problem, setting="model", remedy="only a linear one is supported")
         super().__init__(model, list(model.encoder.layers), head[0])
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         m = self.model
         patches = m._process_input(inputs)
         first = m.class_token.expand(len(patches), -1, -1)
-        out: Tensor = m.encoder.dropout(torch.cat([first, patches], dim=1) + m.encoder.pos_embedding)
-        return out
+        return m.encoder.dropout(torch.cat([first, patches], dim=1) + m.encoder.pos_embedding)
 
     def features(self, h: Tensor) -> Tensor:
-        out: Tensor = self.model.encoder.ln(h)[:, 0]
-        return out
+        return self.model.encoder.ln(h)[:, 0]
 
     def width_after(self, layer: int) -> int:
         last: nn.Linear = self.__dict__["last"]
@@ -194,10 +182,9 @@ def adapt_torchvision(model: nn.Module, images: Tensor | None = None) -> Torchvi
         stack = VisionTransformerStack(model)
     else:
         raise StackError(
-            f"{type(model).__name__} is no ResNet or VisionTransformer of torchvision",
             setting="model",
             given=type(model).__name__,
-            remedy="use tg.adapt, or write a Stack for it",
+            allowed="a ResNet or VisionTransformer of torchvision",
         )
     if images is not None:
         stack.verify(images)

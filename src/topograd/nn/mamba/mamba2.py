@@ -42,10 +42,7 @@ def check_mixer(**sizes: int) -> None:
             raise StackError(setting=name, given=size, allowed="at least 1")
     if sizes["heads"] % sizes["groups"]:
         raise StackError(
-            f"{sizes['heads']} heads cannot share {sizes['groups']} groups",
-            setting="groups",
-            given=sizes["groups"],
-            remedy="use a divisor",
+            setting="groups", given=sizes["groups"], allowed=f"a divisor of the {sizes['heads']} heads"
         )
 
 
@@ -53,10 +50,7 @@ def check_state(state: RecurrentState | None, u: Tensor) -> None:
     """A state has as many sequences as its input."""
     if state is not None and state.rows != len(u):
         raise StackError(
-            f"the input has {len(u)} sequences and the state {state.rows}",
-            setting="state",
-            given=state.rows,
-            remedy=f"make one with new_state({len(u)})",
+            setting="state", given=state.rows, allowed=f"a state of {len(u)} sequences, as the input"
         )
 
 

@@ -57,10 +57,9 @@ class Mamba3Mixer(nn.Module):
         check_mixer(width=width, heads=heads, head_dim=head_dim, state=state, groups=groups, chunk=chunk)
         if rope_fraction not in (0.5, 1) or state * rope_fraction % 2:
             raise StackError(
-                f"rope_fraction {rope_fraction} of {state} state channels is not a number of pairs",
                 setting="rope_fraction",
                 given=rope_fraction,
-                remedy="use 0.5 with a multiple of 4, or 1 with a multiple of 2",
+                allowed="0.5 (state a multiple of 4) or 1 (of 2)",
             )
         self.heads, self.head_dim, self.state, self.groups = heads, head_dim, state, groups
         self.angles = int(state * rope_fraction) // 2

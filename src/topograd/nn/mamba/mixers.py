@@ -62,13 +62,11 @@ class _Recurrent:
     def forward(
         self, x: Tensor, ctx: LayerContext, state: RecurrentState | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        mixed: Tensor = super().forward(x, state, rows)  # type: ignore[misc]
-        return mixed
+        return super().forward(x, state, rows)  # type: ignore[misc]
 
     def new_state(self, batch: int, capacity: int = 0) -> RecurrentState:
         """The state of `batch` sequences; its size does not depend on the capacity."""
-        state: RecurrentState = super().new_state(batch)  # type: ignore[misc]
-        return state
+        return super().new_state(batch)  # type: ignore[misc]
 
 
 class Mamba2(_Recurrent, Mamba2Mixer):  # type: ignore[misc]

@@ -28,12 +28,7 @@ class RecurrentState:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         sizes = {len(tensor) for tensor in tensors.values()}
         if len(sizes) != 1:
-            raise StackError(
-                f"the tensors of a state have {sorted(sizes)} rows",
-                setting="tensors",
-                given=sorted(sizes),
-                remedy="give them as many",
-            )
+            raise StackError(setting="tensors", given=sorted(sizes), allowed="of one batch size")
         (self.rows,) = sizes
         self.length = 0
         self._start = self._tensors = dict(tensors)

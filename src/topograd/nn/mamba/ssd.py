@@ -90,9 +90,9 @@ def _step(state: Tensor, parts: list[Tensor], before: bool) -> tuple[Tensor, Ten
     """y (batch, h, p) and the new state, of v (batch, h, p), a (batch, h), B and C (batch, g, n)."""
     v, a, B, C = parts
     x = v.reshape(len(v), B.shape[1], -1, 1)  # (batch, g, h/g · p, 1)
-    kept = state * a.exp()[..., None, None]
-    state = kept + (x * B[:, :, None]).reshape(state.shape)
-    y = (kept if before else state).reshape(*x.shape[:3], -1) @ C[..., None]
+    decayed = state * a.exp()[..., None, None]
+    state = decayed + (x * B[:, :, None]).reshape(state.shape)
+    y = (decayed if before else state).reshape(*x.shape[:3], -1) @ C[..., None]
     return y.reshape(v.shape), state
 
 
@@ -108,8 +108,8 @@ def _scan_chunks(state: Tensor, parts: list[Tensor], before: bool) -> tuple[Tens
     within = scores.flatten(2, 3) @ v.transpose(2, 3)  # (batch, chunks, h, Q, p)
 
     # All the heads of a group are one matrix (Q, h/g · p): they share B and C.
-    kept = (v * (total - c).exp()[..., None]).unflatten(3, (groups, -1)).flatten(4).transpose(2, 3)
-    written = (kept.mT @ B).reshape(*v.shape[:2], heads, v.shape[-1], B.shape[-1])
+    decayed = (v * (total - c).exp()[..., None]).unflatten(3, (groups, -1)).flatten(4).transpose(2, 3)
+    written = (decayed.mT @ B).reshape(*v.shape[:2], heads, v.shape[-1], B.shape[-1])
     earlier, state = _pass_on(total[:, :, 0].exp(), written, state)
     read = C @ earlier.unflatten(2, (groups, -1)).flatten(3, 4).mT  # (batch, chunks, g, Q, h/g · p)
     read = read.transpose(2, 3).reshape(v.shape)
@@ -144,24 +144,15 @@ def _check(v: Tensor, a: Tensor, B: Tensor, C: Tensor, state: Tensor | None, chu
         raise StackError(setting="chunk", given=chunk, allowed="at least 1")
     fits = v.dim() == 4 and a.shape == v.shape[:3] and B.dim() == 4 and C.shape == B.shape
     if not fits or B.shape[:2] != v.shape[:2]:
-        raise StackError(
-            f"a scan got v {tuple(v.shape)}, a {tuple(a.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}",
-            setting="v",
-            given=tuple(v.shape),
-            remedy="give (batch, L, h, p), (batch, L, h) and twice (batch, L, g, n)",
-        )
+        problem = f"a scan got v {tuple(v.shape)}, a {tuple(a.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
+        remedy = "give (batch, L, h, p), (batch, L, h) and twice (batch, L, g, n)"
+        raise StackError(problem, setting="v", given=tuple(v.shape), remedy=remedy)
     (batch, length, heads, p), (groups, n) = v.shape, B.shape[2:]
     if length < 1 or groups < 1 or heads % groups:
         raise StackError(
-            f"a scan got length {length}, {heads} heads and {groups} groups",
-            setting="groups",
-            given=groups,
-            remedy="give at least one position and groups that divide the heads",
+            setting="groups", given=groups, allowed=f"a divisor of {heads} heads, with at least one position"
         )
     if state is not None and state.shape != (batch, heads, p, n):
         raise StackError(
-            f"a scan got a state of shape {tuple(state.shape)}",
-            setting="initial_state",
-            given=tuple(state.shape),
-            allowed=f"{(batch, heads, p, n)}",
+            setting="initial_state", given=tuple(state.shape), allowed=f"of shape {(batch, heads, p, n)}"
         )

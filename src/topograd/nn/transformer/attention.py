@@ -143,12 +143,8 @@ def check_reach(config: BlockConfig, inputs: Tensor, offset: int | Tensor) -> No
     """Raise StackError for positions that a table of learned positions does not have."""
     stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
     if stop > config.positions:
-        raise StackError(
-            f"{stop} positions are more than the {config.positions} that this {config.kind} has learned",
-            setting="inputs",
-            given=stop,
-            remedy="give it a shorter text",
-        )
+        problem = f"{stop} positions are more than the {config.positions} that this {config.kind} has learned"
+        raise StackError(problem, setting="inputs", given=stop, remedy="give it a shorter text")
 
 
 class Attention(nn.Module):

@@ -233,12 +233,8 @@ class TransformerConfig(BlockConfig):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
                 raise StackError(setting=name, given=value, allowed=f"a whole number in 1..{bound}")
         if self.heads % self.kv_heads:
-            raise StackError(
-                f"{self.heads} heads cannot share {self.kv_heads} kv_heads",
-                setting="kv_heads",
-                given=self.kv_heads,
-                remedy="use a divisor",
-            )
+            problem = f"{self.heads} heads cannot share {self.kv_heads} kv_heads"
+            raise StackError(problem, setting="kv_heads", given=self.kv_heads, remedy="use a divisor")
         if self.heads * self.head_width > MAX_SIZE:
             problem = f"{self.heads} heads of {self.head_width} are more than {MAX_SIZE} numbers"
             raise StackError(problem, setting="heads", given=self.heads)
@@ -258,10 +254,9 @@ class TransformerConfig(BlockConfig):
         for window in self.windows:
             if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= MAX_POSITIONS:
                 raise StackError(
-                    f"windows hold {window!r}",
                     setting="windows",
                     given=self.windows,
-                    remedy="a span is at least 0, and 0 is the whole context",
+                    allowed="spans of at least 0; 0 is the whole context",
                 )
 
     def _check_numbers(self) -> None:
@@ -273,10 +268,7 @@ class TransformerConfig(BlockConfig):
                 raise StackError(setting=name, given=value, allowed="finite and above 0")
         if self.rope_scaling == "llama3" and self.rope_low_factor >= self.rope_high_factor:
             raise StackError(
-                f"rope_low_factor is {self.rope_low_factor} and rope_high_factor {self.rope_high_factor}",
-                setting="rope_low_factor",
-                given=self.rope_low_factor,
-                remedy="the first must be smaller",
+                setting="rope_low_factor", given=self.rope_low_factor, allowed="below rope_high_factor"
             )
         if self.attention_softcap is not None and not self.traits.softcapped_attention:
             problem = f"attention_softcap is for gemma2, and the family is {self.family}"

@@ -343,7 +343,10 @@ class DecodingTransformer(Stack):
         # stages without a delta, or with one of low rank, share one matrix
         which = stage if self.head.has_delta(stage) and factors is None else -1
         if which not in self._heads:
-            self._heads[which] = self._packed_head(which)
+            matrix, bias = self.head.matrix(which).detach(), self.head.bias
+            if self.shift is not None:
+                bias = matrix @ self.shift if bias is None else bias + matrix @ self.shift
+            self._heads[which] = MklLinear(matrix * self.gain, bias)
         z = self._heads[which](flat)
         if factors is not None:
             up, down = factors
@@ -352,12 +355,6 @@ class DecodingTransformer(Stack):
 
     def _normed(self, unit: Tensor) -> Tensor:
         return unit * self.gain if self.shift is None else torch.addcmul(self.shift, unit, self.gain)
-
-    def _packed_head(self, stage: int) -> MklLinear:
-        matrix, bias = self.head.matrix(stage).detach(), self.head.bias
-        if self.shift is not None:
-            bias = matrix @ self.shift if bias is None else bias + matrix @ self.shift
-        return MklLinear(matrix * self.gain, bias)
 
     @property
     def vocab(self) -> int:
