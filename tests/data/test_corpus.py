@@ -65,9 +65,9 @@ def test_jsonl_is_one_document_per_line(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text, "id": i}, ensure_ascii=False) for i, text in enumerate(texts)]
     path.write_text("\n".join(lines) + '\n\n{"text": ""}\n', encoding="utf-8")
     corpus = read_corpus(path)
-    found = sorted(corpus.train + corpus.heldout, key=lambda d: int(d.name.split(":")[1]))
-    assert [document.text for document in found] == texts
-    assert found[7].name == "many.JSONL:8"
+    result = sorted(corpus.train + corpus.heldout, key=lambda d: int(d.name.split(":")[1]))
+    assert [document.text for document in result] == texts
+    assert result[7].name == "many.JSONL:8"
     assert corpus.train
     assert corpus.heldout
 

@@ -239,12 +239,12 @@ def test_what_cannot_be_used_is_refused_in_one_line(case: str, tmp_path: Path) -
 def _places(content: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) in a JSON value."""
     items = content.items() if isinstance(content, dict) else enumerate(content)
-    found = []
+    result = []
     for key, value in items:
-        found.append((content, key))
+        result.append((content, key))
         if isinstance(value, dict | list) and len(value) < 50:
-            found += _places(value)
-    return found
+            result += _places(value)
+    return result
 
 
 @settings(max_examples=200, deadline=None)

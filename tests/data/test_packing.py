@@ -94,12 +94,12 @@ def fewest_bins(sizes: tuple[int, ...], capacity: int) -> int:
     def best(left: int) -> tuple[int, int]:
         if left == 0:
             return 1, 0
-        found = []
+        result = []
         for index, size in enumerate(sizes):
             if left >> index & 1:
                 bins, fill = best(left & ~(1 << index))
-                found.append((bins, fill + size) if fill + size <= capacity else (bins + 1, size))
-        return min(found)
+                result.append((bins, fill + size) if fill + size <= capacity else (bins + 1, size))
+        return min(result)
 
     return best((1 << len(sizes)) - 1)[0]
 

@@ -41,9 +41,9 @@ def test_every_slice_across_files(tmp_path: Path, shard_tokens: int) -> None:
     assert len(shards.files) == -(-16 // shard_tokens)
     for start in range(17):
         for stop in range(start, 17):
-            found = shards.slice(start, stop)
-            assert found.tolist() == STREAM[start:stop]
-            assert found.dtype == np.uint16
+            result = shards.slice(start, stop)
+            assert result.tolist() == STREAM[start:stop]
+            assert result.dtype == np.uint16
     for start, stop in [(-1, 3), (3, 17), (4, 3)]:
         with refused(DataError, setting="slice"):
             shards.slice(start, stop)

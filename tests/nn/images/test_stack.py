@@ -89,9 +89,9 @@ def test_forests_and_decoders_are_built_for_their_places(name: str, small: Make,
     decoded = Topology.chain("1,1,1").with_decoders(1)
     stack = small(name, decoded)
     assert [given for _, given in stack.shapes[3:]] == [given for _, given in stack.shapes[:3]]
-    found = train_step(stack, prepare(stack, decoded), *batch)
-    assert found[1::2].isfinite().all()
-    assert found[::2].isnan().all()
+    result = train_step(stack, prepare(stack, decoded), *batch)
+    assert result[1::2].isfinite().all()
+    assert result[::2].isnan().all()
 
 
 def test_a_frozen_stage_does_not_move(small: Make, batch: Batch) -> None:

@@ -237,8 +237,8 @@ def test_its_sequences_are_run_one_by_one_and_forked(module: str) -> None:
         batch.append(twin)
         cache.push(batch, [inputs[0][5:], inputs[1][2:], inputs[1][3:]])
         cache.run(batch, 1)
-        found = cache.hidden(batch, 1, [4, 7, 6]).split([4, 7, 6])
+        result = cache.hidden(batch, 1, [4, 7, 6]).split([4, 7, 6])
     texts = [*inputs, inputs[0][:3] + inputs[1][3:]]
-    for text, h in zip(texts, found, strict=True):
+    for text, h in zip(texts, result, strict=True):
         whole = stage_outputs(model, plan, torch.tensor([text]), [1])[1][0]
         torch.testing.assert_close(h, whole[-len(h) :], rtol=1e-11, atol=1e-11)

@@ -134,11 +134,11 @@ def states_of(stack: Stack, rows: int, capacity: int) -> list[Any]:
 
 def decode(stack: Stack, inputs: Tensor, pieces: Sequence[int], states: list[Any], start: int = 0) -> Tensor:
     """Logits at all positions, piece by piece."""
-    found = []
+    result = []
     for piece in pieces:
-        found.append(run(stack, inputs[:, start : start + piece], start, states))
+        result.append(run(stack, inputs[:, start : start + piece], start, states))
         start += piece
-    return torch.cat(found, dim=1)
+    return torch.cat(result, dim=1)
 
 
 @torch.no_grad()
