@@ -416,5 +416,5 @@ def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
 
 
 def _stage_error(k: int, setting: str, given: object, allowed: str = "", remedy: str = "") -> TopologyError:
-    problem = f"{setting} of stage {k} is {given!r}"
+    problem = f"stage {k} has {setting} {given!r}"
     return TopologyError(problem, setting=setting, given=given, allowed=allowed, remedy=remedy)
