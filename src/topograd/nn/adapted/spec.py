@@ -38,11 +38,8 @@ class AdaptedConfig(ModelSpec):
         except ValueError:
             whole = False
         if not whole:
-            raise ConfigError(
-                setting="settings",
-                given=self.settings,
-                allowed="a JSON object; restore the run's config.toml",
-            )
+            problem, remedy = "model.settings is no JSON object", "restore the run's config.toml"
+            raise ConfigError(problem, setting="settings", given=self.settings, remedy=remedy)
         for name in ("layers", "width", "vocab", "context"):
             if not 1 <= getattr(self, name) <= MAX_SIZE:
                 problem = f"model.{name} is {getattr(self, name)}"
