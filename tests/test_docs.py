@@ -71,21 +71,21 @@ def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
 def with_examples() -> dict[str, str]:
     """The modules whose docstrings have examples, by path."""
     roots = {"src": ROOT / "src", "papers": ROOT, "benchmarks": ROOT / "benchmarks", "tests/oracles": ROOT}
-    found = {}
+    result = {}
     for folder, root in roots.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             if ">>> " in path.read_text(encoding="utf-8"):
-                found[str(path.relative_to(ROOT))] = ".".join(path.relative_to(root).with_suffix("").parts)
-    return found
+                result[str(path.relative_to(ROOT))] = ".".join(path.relative_to(root).with_suffix("").parts)
+    return result
 
 
 @pytest.mark.parametrize("module", with_examples().values(), ids=with_examples())
 def test_the_examples_of_docstrings_are_right(module: str) -> None:
-    found = doctest.testmod(
+    result = doctest.testmod(
         importlib.import_module(module.removesuffix(".__init__")), optionflags=doctest.ELLIPSIS
     )
-    assert found.attempted > 0
-    assert found.failed == 0
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_the_page_on_stacks_shows_the_example_whole() -> None:
@@ -116,8 +116,8 @@ def test_an_example_of_every_seam_trains_decodes_and_speculates(
 
 
 def test_an_example_of_safe_directions_forgets_less_for_as_much() -> None:
-    found = runpy.run_path(str(EXAMPLES / "safe_adapters.py"))["main"]()
-    (learned, forgotten), (safely, kept) = found["plain LoRA"], found["safe directions"]
+    result = runpy.run_path(str(EXAMPLES / "safe_adapters.py"))["main"]()
+    (learned, forgotten), (safely, kept) = result["plain LoRA"], result["safe directions"]
     assert safely > 0.8 * learned > 1
     assert kept < 0.25 * forgotten
 
@@ -127,13 +127,13 @@ _CALL = re.compile(r"\s*(?:\S*/)?(topograd|python -m papers|python(?= benchmarks
 
 def commands() -> list[tuple[str, str, list[str]]]:
     """Every call of a program in a plain block: its page, the program, and the words behind it."""
-    found = []
+    result = []
     for page in PAGES:
         for block in blocks(page, ""):
             for line in block.replace("\\\n", " ").splitlines():
                 if call := _CALL.match(line):
-                    found.append((f"{page.name}: {line}", call[1], shlex.split(call[2], comments=True)))
-    return found
+                    result.append((f"{page.name}: {line}", call[1], shlex.split(call[2], comments=True)))
+    return result
 
 
 def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureFixture[str]) -> None:

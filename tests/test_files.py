@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raising import refused
 from topograd import files
 from topograd.errors import CheckpointError, ConfigError, RunError
 
@@ -107,10 +108,10 @@ def test_locks_exclude_one_another_here_and_elsewhere(tmp_path: Path) -> None:
         )
         return done.stdout.strip()
 
-    refused = f"{tmp_path} is in use by another process; wait for its end or pass another folder"
+    problem = f"{tmp_path} is in use by another process; wait for its end or pass another folder"
     with files.hold_lock(path):
-        assert elsewhere() == refused
-        with pytest.raises(RunError, match="is in use by another process"), files.hold_lock(path):
+        assert elsewhere() == problem
+        with refused(RunError, setting="folder"), files.hold_lock(path):
             pass
     assert elsewhere() == "held"
     assert path.exists(), "the file stays"
@@ -118,7 +119,7 @@ def test_locks_exclude_one_another_here_and_elsewhere(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
     lock = files.hold_lock(tmp_path / "nowhere" / "lock")
-    with pytest.raises(RunError, match=r"cannot lock .* pass a folder you can write"), lock:
+    with refused(RunError, setting="folder"), lock:
         pass
 
 
@@ -169,7 +170,7 @@ def test_windows_locks_the_first_byte_and_syncs_no_folder(
         assert files.lock_file(file.fileno(), wait=True)
         assert [mode for _, mode, _ in waited.calls] == [Windows.LK_LOCK] * 3
     monkeypatch.setitem(sys.modules, "msvcrt", Windows(refusals=1))
-    with pytest.raises(RunError, match="is in use by another process"), files.hold_lock(tmp_path / "lock"):
+    with refused(RunError, setting="folder"), files.hold_lock(tmp_path / "lock"):
         pass
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -189,7 +190,7 @@ def test_json_round_trip_keeps_numbers_that_are_not_finite(tmp_path: Path) -> No
 def test_damaged_json_raises_the_error_that_was_asked_for_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    with pytest.raises(RunError, match="damaged") as caught:
+    with refused(RunError, setting="path") as caught:
         files.read_json(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -198,9 +199,9 @@ def test_damaged_json_raises_the_error_that_was_asked_for_in_one_line(tmp_path: 
 
 
 def test_missing_json_and_values_that_are_not_json_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot be read"):
+    with refused(RunError, setting="path"):
         files.read_json(tmp_path / "none.json")
-    with pytest.raises(RunError, match="cannot be written as JSON"):
+    with refused(RunError, setting="value"):
         files.write_json(tmp_path / "a.json", {"x": object()})
     assert os.listdir(tmp_path) == []
 

@@ -109,13 +109,13 @@ def addresses(node: ast.Assign) -> list[str]:
 def problems(sources: Mapping[str, str], house: Map) -> list[str]:
     """What is against the map, one line for each place."""
     known = dict.fromkeys([*house.order, *map(package_of, sources)])
-    found = []
+    result = []
     for path, source in sources.items():
         here = package_of(path)
         for line, other in named(source, path, known):
             why = house.problem(here, other) if other != here else None
-            found += [f"{path}:{line}: {why}"] if why else []
-    return found
+            result += [f"{path}:{line}: {why}"] if why else []
+    return result
 
 
 def cycle(edges: Mapping[str, set[str]]) -> list[str]:
@@ -179,7 +179,7 @@ def test_no_import_goes_in_a_circle(house: Map, sources: dict[str, str]) -> None
 
 def test_every_address_leads_to_a_module(sources: dict[str, str]) -> None:
     """In registries and in tables of names that are imported when they are first used."""
-    found = []
+    result = []
     for path, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             homes: list[str] = []
@@ -194,8 +194,8 @@ def test_every_address_leads_to_a_module(sources: dict[str, str]) -> None:
                 there = [
                     f for place in places for f in (f"{place}.py", f"{place}/__init__.py") if f in sources
                 ]
-                found += [] if there else [f"{path}:{getattr(node, 'lineno', 0)}: {home}"]
-    assert found == []
+                result += [] if there else [f"{path}:{getattr(node, 'lineno', 0)}: {home}"]
+    assert result == []
 
 
 # The checker itself, on modules that nobody wrote
@@ -231,9 +231,9 @@ def test_every_address_leads_to_a_module(sources: dict[str, str]) -> None:
     ],
 )
 def test_what_points_up_is_caught(house: Map, path: str, source: str, why: str) -> None:
-    found = problems({path: source}, house)
-    assert len(found) == 1, found
-    assert why in found[0]
+    result = problems({path: source}, house)
+    assert len(result) == 1, result
+    assert why in result[0]
 
 
 @pytest.mark.parametrize(
@@ -270,13 +270,13 @@ def test_a_page_without_a_map_is_an_error() -> None:
 
 def test_nothing_is_left_half_done() -> None:
     marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError")
-    found = [
+    result = [
         f"{path.relative_to(SOURCE)}:{number}"
         for path in SOURCE.rglob("*.py")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if marks.search(line)
     ]
-    assert not found
+    assert not result
 
 
 def test_files_are_read_by_one_person_at_a_sitting() -> None:

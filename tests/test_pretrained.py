@@ -86,7 +86,7 @@ def test_drafts_write_what_full_depth_writes(session: LoadedTextRun) -> None:
     for text in PROMPTS:
         prompt = [tokenizer.separator, *tokenizer.encode(text)]
         full = generate_batch(FixedDepth(engine), [prompt], 16)
-        found, tally = written(Speculate(engine, DraftRule(0.0, 3)), [prompt], 16)
-        assert differences(engine, [prompt], found, full)["mismatches"] == 0
+        result, tally = written(Speculate(engine, DraftRule(0.0, 3)), [prompt], 16)
+        assert differences(engine, [prompt], result, full)["mismatches"] == 0
         drafted, accepted = drafted + tally.drafted, accepted + tally.accepted
     assert 0 < accepted <= drafted

@@ -73,7 +73,7 @@ class Encoder(GPT):
         ctx = super().layer_context(x0, inputs, offset)
         time = x0.shape[1]
         everywhere = torch.ones(time, time, dtype=torch.bool, device=x0.device)
-        return replace(ctx, extras={**ctx.extras, "mask": everywhere})
+        return replace(ctx, mask=everywhere)
 
 
 def hide(inputs: Tensor, token: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

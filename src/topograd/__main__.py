@@ -1,4 +1,4 @@
-"""`python -m topograd` is the command `topograd`."""
+"""The command `topograd`, as `python -m topograd`."""
 
 import sys
 

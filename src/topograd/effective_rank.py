@@ -1,4 +1,4 @@
-"""Effective rank: how many directions a spectrum spreads over, as one number.
+"""Effective rank of a spectrum.
 
 Statement.    r_eff = exp(-Σ p_i log p_i),   p = σ / Σ σ,   between 1 and d; 0 for a spectrum of zeros.
 
@@ -26,7 +26,7 @@ def effective_rank(spectrum: Tensor) -> Tensor:
     """
     if not (spectrum >= 0).all():
         worst = spectrum.min().item()
-        raise GeometryError(f"{worst} is in the spectrum: an effective rank is of numbers of at least 0")
+        raise GeometryError(setting="spectrum", given=worst, allowed="at least 0 in every entry")
     total = spectrum.sum(-1, keepdim=True)
     share = spectrum / torch.where(total > 0, total, 1.0)
     rank = torch.special.entr(share).sum(-1).exp()

@@ -1,4 +1,4 @@
-"""Small file operations that survive a kill: a file is the old one or the new one, never half of each.
+"""Atomic file operations: a file is the old one or the new one, even after a kill.
 
 JSON here is Python's dialect: NaN and Infinity are written as such and read back, since a diverged run's
 numbers are worth keeping. TOML is written by `dump_toml` and read by the standard library's `tomllib`.
@@ -30,7 +30,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk. Windows has no wait for a folder."""
+    """Wait until a file's bytes, or a folder's entries, are on the disk. Windows cannot sync a folder."""
     windows = sys.platform == "win32"
     if windows and path.is_dir():
         return
@@ -43,7 +43,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """An OSError from inside that does not know its file gets this one: a full disk does not name it."""
+    """Add the file's name to an OSError from inside that has none, as that of a full disk."""
     try:
         yield
     except OSError as problem:
@@ -62,10 +62,10 @@ def saving_tensors(path: Path) -> Iterator[None]:
 
 
 def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file until it is closed or the process ends; False if somebody else has it.
+    """Lock an open file until it is closed or the process ends; False if another process has it.
 
-    Shared locks go together with one another and exclude an exclusive one. Windows has none: there a file
-    that is mapped or open cannot be removed anyway, so a shared lock does nothing.
+    Shared locks exclude exclusive ones only. Windows has none: there a file that is mapped or open cannot be
+    removed anyway, so a shared lock does nothing.
     """
     if sys.platform == "win32":
         return shared or _lock_on_windows(descriptor, wait)
@@ -94,22 +94,22 @@ def _lock_on_windows(descriptor: int, wait: bool) -> bool:
 
 @contextlib.contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Hold the folder of this lock file for this process; a second holder, here or elsewhere, is refused.
+    """Hold the folder of this lock file for this process; a second holder gets a RunError.
 
-    The file stays behind; only the system's lock on it counts, and that dies with its process.
+    The file remains; only the system's lock on it counts, and that ends with its process.
     """
     folder = path.parent
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise RunError(
-            f"cannot lock {folder} ({problem.strerror})", remedy="pass a folder you can write"
-        ) from None
+        message = f"cannot lock {folder} ({problem.strerror})"
+        remedy = "pass a folder you can write"
+        raise RunError(message, setting="folder", given=folder, remedy=remedy) from None
     try:
         if not lock_file(descriptor):
-            raise RunError(
-                f"{folder} is in use by another process", remedy="wait for its end or pass another folder"
-            )
+            message = f"{folder} is in use by another process"
+            remedy = "wait for its end or pass another folder"
+            raise RunError(message, setting="folder", given=folder, remedy=remedy)
         yield
     finally:
         os.close(descriptor)
@@ -140,7 +140,8 @@ def dump_json(value: Any, *, indent: int | None = None, error: type[TopogradErro
     try:
         return json.dumps(value, indent=indent)
     except (TypeError, ValueError, RecursionError) as problem:
-        raise error(f"this value cannot be written as JSON: {problem}; convert it to plain numbers") from None
+        text = f"this value cannot be written as JSON: {problem}"
+        raise error(text, setting="value", remedy="convert it to plain numbers") from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -166,9 +167,11 @@ def read_json(path: Path, error: type[TopogradError] = RunError) -> Any:
     try:
         return json.loads(read_bytes(path))
     except OSError as problem:
-        raise error(f"{path} cannot be read ({problem.strerror}); restore it or make it again") from None
+        text, remedy = f"{path} cannot be read ({problem.strerror})", "restore it or make it again"
+        raise error(text, setting="path", given=path, remedy=remedy) from None
     except (ValueError, RecursionError) as problem:
-        raise error(f"{path} is damaged, it is not JSON ({problem}); restore it or make it again") from None
+        text, remedy = f"{path} is damaged, it is not JSON ({problem})", "restore it or make it again"
+        raise error(text, setting="path", given=path, remedy=remedy) from None
 
 
 def sha256(path: Path) -> str:
@@ -206,9 +209,7 @@ def _toml_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str
 
 def _toml_key(key: object) -> str:
     if not isinstance(key, str):
-        raise ConfigError(
-            f"a setting's name must be text, got {key!r} ({type(key).__name__})", remedy="rename it"
-        )
+        raise ConfigError(setting="name", given=key, allowed="text, as the name of a setting")
     return key if _BARE_KEY.fullmatch(key) else _toml_value(key, key)
 
 
@@ -230,6 +231,5 @@ def _toml_value(value: object, key: str) -> str:
                 f"{{{', '.join(f'{_toml_key(name)} = {_toml_value(item, name)}' for name, item in pairs)}}}"
             )
     allowed = "text, whole numbers, decimal numbers, booleans, lists and tables of these"
-    raise ConfigError(
-        f"setting {key!r} holds {value!r} ({type(value).__name__})", remedy=f"TOML can hold {allowed}"
-    )
+    problem = f"setting {key!r} holds {value!r} ({type(value).__name__})"
+    raise ConfigError(problem, setting=key, given=value, remedy=f"TOML can hold {allowed}")

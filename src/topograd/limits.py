@@ -1,8 +1,7 @@
-"""Numbers from outside: which are allowed, and one line for those that are not.
+"""Bounds of numeric settings, and their checks.
 
 A dataclass of settings calls `check_numbers(self, ...)` in its `__post_init__`. Upper bounds are far above
-what anybody wants and far below what no machine can hold: whoever types one digit too many is told so at
-once, and nothing is allocated.
+useful values and below what a machine can hold: a digit too many raises at once, and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ Bounds = tuple[float, float]
 SEED: Bounds = (0, 2**63 - 1)
 """Seeds that torch, numpy and random all take."""
 REPEATS: Bounds = (1, 10**9)
-"""How often something is done."""
+"""Repetitions."""
 BYTES: Bounds = (1, 2**40)
-"""How much text is read."""
+"""Bytes of text."""
 DEPTH: Bounds = (1, 10**4)
 """Layers."""
 SIZE: Bounds = (1, 2**24)
@@ -25,7 +24,7 @@ MAX_NUMBERS = 2**32
 
 
 def check_numbers(settings: object, **bounds: Bounds) -> None:
-    """Refuse settings whose numbers leave their bounds, the ends allowed. None is no number and passes.
+    """Raise ConfigError for numbers outside their bounds, the ends allowed. None passes.
 
     >>> from types import SimpleNamespace
     >>> check_numbers(SimpleNamespace(depth=3, seed=None), depth=DEPTH, seed=SEED)
@@ -36,10 +35,9 @@ def check_numbers(settings: object, **bounds: Bounds) -> None:
     """
     for name, (least, most) in bounds.items():
         value = getattr(settings, name)
-        if value is None or least <= value <= most:
-            continue
-        wanted = f"at most {most}" if value > most else f"at least {least}"  # NaN is neither
-        raise ConfigError(setting=name, given=value, allowed=wanted)
+        if value is not None and not least <= value <= most:
+            allowed = f"at most {most}" if value > most else f"at least {least}"  # NaN is neither
+            raise ConfigError(setting=name, given=value, allowed=allowed)
 
 
 def check_rules(settings: object, **rules: tuple[bool, str]) -> None:
@@ -69,7 +67,7 @@ def check_exclusive(settings: object, first: str, *others: str, remedy: str = "g
 
 
 def check_total(numbers: int, choices: str) -> None:  # doctest: +ELLIPSIS
-    """Refuse what needs more numbers in memory than a machine has; smaller `choices` would help.
+    """Raise ConfigError for more numbers in memory than a machine has; smaller `choices` would help.
 
     >>> check_total(2**40, "width or depth")
     Traceback (most recent call last):
@@ -79,5 +77,7 @@ def check_total(numbers: int, choices: str) -> None:  # doctest: +ELLIPSIS
     if numbers > MAX_NUMBERS:
         raise ConfigError(
             f"this needs about {numbers:.1e} numbers in memory, and at most {MAX_NUMBERS:.1e} are allowed",
+            setting=choices,
+            given=numbers,
             remedy=f"choose a smaller {choices}",
         )

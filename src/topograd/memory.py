@@ -1,4 +1,4 @@
-"""How much memory a piece of code allocates at its peak, counted exactly, on any device.
+"""Peak memory of a piece of code, counted exactly, on any device.
 
 A dispatch mode sees every operator. Each new storage is counted until it dies. What existed before is not
 counted, so with gradients already allocated the peak of a training step is its activations, its logits and

@@ -1,4 +1,4 @@
-"""Registry entries that lie in packages above the ones that use them.
+"""Registry entries of packages above those that use them.
 
 A lower package never names an upper one, not even in a string. So the entries that upper packages add to its
 registries are listed here, above them all. `topograd/__init__.py` holds the list, and Python runs that file

@@ -1,4 +1,4 @@
-"""Reading settings: a frozen dataclass from the nested tables of a TOML or JSON file, every value checked."""
+"""Dataclasses of settings from the nested tables of a TOML or JSON file, every value checked."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ _PHRASES = {
 def build_dataclass(
     kind: type, values: Mapping[str, Any], where: str = "", given: Mapping[str, Any] | None = None
 ) -> Any:
-    """An instance of `kind`; lists become tuples, absent keys take the default, unknown ones are refused.
+    """An instance of `kind`; lists become tuples, absent keys take the default, unknown ones raise.
 
-    `given` are fields whose values need no reading.
+    `given` are fields whose values are taken as they are.
     """
     given = given or {}
     hints = get_type_hints(kind)
     known = {f.name: f for f in fields(kind) if f.name not in given}
     unknown = sorted(set(values) - known.keys())
     if unknown:
-        raise ConfigError(
-            f"unknown setting {where}{unknown[0]}",
-            setting=f"{where}{unknown[0]}",
-            given=values[unknown[0]],
-            remedy=f"known are {', '.join(sorted(known))}",
-        )
+        problem = f"unknown setting {where}{unknown[0]}"
+        remedy = f"known are {', '.join(sorted(known))}"
+        raise ConfigError(problem, setting=f"{where}{unknown[0]}", given=values[unknown[0]], remedy=remedy)
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(
@@ -83,12 +80,8 @@ def _float(value: float, name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(
-            f"setting {name} has {len(str(value))} digits",
-            setting=name,
-            given=value,
-            allowed="a number below 1e308",
-        ) from None
+        problem = f"setting {name} has {len(str(value))} digits"
+        raise ConfigError(problem, setting=name, given=value, allowed="a number below 1e308") from None
 
 
 def _phrase(hint: Any) -> str:

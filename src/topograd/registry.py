@@ -61,12 +61,9 @@ class Registry(Generic[T]):
         module, colon, attribute = name.partition(":")
         dotted = all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
         if not colon or not dotted:
-            raise ConfigError(
-                f"{self.kind} {name!r} is unknown",
-                setting=self.kind,
-                given=name,
-                remedy=f"choose one of {', '.join(self)}, or package.module:attribute of your own",
-            )
+            problem = f"{self.kind} {name!r} is unknown"
+            remedy = f"choose one of {', '.join(self)}, or package.module:attribute of your own"
+            raise ConfigError(problem, setting=self.kind, given=name, remedy=remedy)
 
     def __getitem__(self, name: str) -> T:
         """The value of `name`."""
@@ -87,10 +84,7 @@ class Registry(Generic[T]):
             for part in attribute.split("."):
                 value = getattr(value, part)
         except (ImportError, AttributeError) as problem:
-            raise ConfigError(
-                f"{self.kind} {name!r} cannot be imported ({problem})",
-                setting=self.kind,
-                given=name,
-                remedy="install its package or correct the name",
-            ) from None
+            message = f"{self.kind} {name!r} cannot be imported ({problem})"
+            remedy = "install its package or correct the name"
+            raise ConfigError(message, setting=self.kind, given=name, remedy=remedy) from None
         return value  # type: ignore[return-value]

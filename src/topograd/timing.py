@@ -1,4 +1,4 @@
-"""Speeds as ratios: several things in one process, taking turns, the median and the spread.
+"""Relative speeds of several functions in one process: medians and quartiles of ratios.
 
 Machines are noisy and drift. Each round runs everything once, in an order that rotates, and the ratio of two
 things is taken within a round, so that a slow moment hits both.
@@ -51,7 +51,7 @@ def take_turns(
 def read_in_turns(
     clocks: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """What each clock shows in each round; it times a part of what it runs."""
+    """The reading of each clock in each round; a clock times a part of what it runs."""
     names = list(clocks)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(warmup + rounds):

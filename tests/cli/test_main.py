@@ -177,7 +177,7 @@ def test_a_cache_that_cannot_be_written_stops_no_verb(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["steps"] == 1
     (said,) = [line for line in done.stderr.splitlines() if "cache" in line]
     assert said.startswith("topograd: the cache ")
-    assert said.endswith("cannot be written (Not a directory); going on without it")
+    assert said.endswith("cannot be written (Not a directory); continuing without it")
 
 
 @pytest.mark.parametrize("empty", ["", " "])

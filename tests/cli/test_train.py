@@ -179,7 +179,7 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
         ("--seed 99999999999999999999", "below 2^63"),
         ("--device abacus", "device 'abacus' cannot be used"),
         ("--data nowhere.txt", "does not exist"),
-        ("--model.context 9000", "too short for one row of 9001"),
+        ("--model.context 9000", "too short for one sequence of 9001"),
         ("--tokenizer bpe --model.vocab 20", "a vocabulary of 20 is too small"),
         ("--stop-after 0", "--stop-after is 0"),
         ("--from step-00000001", "--from names a checkpoint of the run to --resume"),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raising import refused
 from topograd.data import bpe as module
 from topograd.data.bpe import SEPARATOR, BPETokenizer, _byte_alphabet, bytes_of
 from topograd.data.tokenizer_file import load_tokenizer
@@ -114,30 +115,30 @@ def test_decode_replaces_broken_characters() -> None:
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 257"):
+    with refused(ConfigError, setting="vocab", given=256):
         BPETokenizer.train(TEXTS, 256)
-    with pytest.raises(DataError, match="half a surrogate"):
+    with refused(DataError, setting="text", given=1):
         BPETokenizer.train(["a\udc80"], 300)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"format": "other"}, "is not a tokenizer of this package"),
-        ({"version": 2}, "has format version 2, not 1"),
-        ({"merges": [[97, 98]]}, "its digest does not fit"),
-        ({"merges": [[97, 400]]}, "bad merges"),
-        ({"merges": [[-1, 97]]}, "bad merges"),
-        ({"merges": [97]}, "bad merges"),
-        ({"merges": None}, "bad merges"),
-        ({"merges": [[float("inf"), 1]]}, "bad merges"),
+        {"format": "other"},
+        {"version": 2},
+        {"merges": [[97, 98]]},
+        {"merges": [[97, 400]]},
+        {"merges": [[-1, 97]]},
+        {"merges": [97]},
+        {"merges": None},
+        {"merges": [[float("inf"), 1]]},
     ],
 )
-def test_foreign_or_damaged_file_is_refused(tmp_path: Path, change: dict, reason: str) -> None:
+def test_foreign_or_damaged_file_is_refused(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "tokenizer.json"
     BPE.save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(DataError, match=reason) as caught:
+    with refused(DataError, setting="path") as caught:
         load_tokenizer(path)
     assert "\n" not in str(caught.value)
 
@@ -146,9 +147,9 @@ def test_foreign_or_damaged_file_is_refused(tmp_path: Path, change: dict, reason
 def test_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json.* is (damaged|not a tokenizer)"):
+    with refused(DataError, setting="path"):
         load_tokenizer(path)
-    with pytest.raises(DataError, match="cannot be read"):
+    with refused(DataError, setting="path"):
         load_tokenizer(tmp_path / "missing.json")
 
 

@@ -123,19 +123,19 @@ def test_a_cache_that_cannot_be_written_stops_nothing(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    found = prepare(text_file(tmp_path), kind, 270, tmp_path / "file" / "cache")
-    assert decoded(found) == text_file(tmp_path).read_text()
-    assert found.train.folder is None
+    result = prepare(text_file(tmp_path), kind, 270, tmp_path / "file" / "cache")
+    assert decoded(result) == text_file(tmp_path).read_text()
+    assert result.train.folder is None
     with pytest.raises(ValueError, match="read-only"):
-        found.train.slice(0, 3)[0] = 1
+        result.train.slice(0, 3)[0] = 1
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("topograd: the cache ")
-    assert "cannot be written (Not a directory); going on without it" in record.getMessage()
+    assert "cannot be written (Not a directory); continuing without it" in record.getMessage()
     kept = prepare(text_file(tmp_path), kind, 270, tmp_path / "cache")
-    assert [document.tolist() for document in kept.train] == [document.tolist() for document in found.train]
-    assert kept.train.offsets.tolist() == found.train.offsets.tolist()
-    assert kept.train.meta == found.train.meta
+    assert [document.tolist() for document in kept.train] == [document.tolist() for document in result.train]
+    assert kept.train.offsets.tolist() == result.train.offsets.tolist()
+    assert kept.train.meta == result.train.meta
 
 
 def test_a_full_disk_stops_nothing(
@@ -145,8 +145,8 @@ def test_a_full_disk_stops_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("topograd.data.shards.sync", full)
-    found = prepare(text_file(tmp_path), "bytes", 0, tmp_path / "cache")
-    assert decoded(found) == text_file(tmp_path).read_text()
+    result = prepare(text_file(tmp_path), "bytes", 0, tmp_path / "cache")
+    assert decoded(result) == text_file(tmp_path).read_text()
     assert "No space left on device" in caplog.text
     assert not list((tmp_path / "cache").rglob("*.bin")), "nothing half-written stays"
 
@@ -162,8 +162,8 @@ def test_a_read_only_cache_is_read(
     for name in ("utime", "rename", "replace"):
         monkeypatch.setattr(os, name, refuse)
     monkeypatch.setattr(import_module("topograd.data.prepare"), "write_shards", refuse)
-    found = prepare(text_file(tmp_path), "bpe", 270, cache)
-    assert found.train.folder is not None
+    result = prepare(text_file(tmp_path), "bpe", 270, cache)
+    assert result.train.folder is not None
     assert caplog.records == []
 
 

@@ -69,7 +69,7 @@ def test_a_damaged_or_missing_cache_only_costs_time(
 
 
 def test_few_are_remembered(counted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_cache, "MOST", 2)
+    monkeypatch.setattr(digest_cache, "MAX_ENTRIES", 2)
     for name in "abc":
         (tmp_path / name).write_bytes(b"x")
         remembered_sha256(tmp_path / name)

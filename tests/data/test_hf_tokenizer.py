@@ -23,6 +23,7 @@ from hf_files import (
     fallback,
     normalised_byte_level,
 )
+from raising import refused
 from topograd.data.hf_tokenizer import MAX_TOKENS, HFTokenizer
 from topograd.data.shards import Shards, write_shards
 from topograd.data.tokenizer_file import load_tokenizer
@@ -170,7 +171,7 @@ def test_the_separator_is_what_the_tokenizer_puts_before_a_text() -> None:
     assert llama.separator == llama.special_ids["bos"] == llama.encode("", "prompt")[0]
     without = json.loads(byte_level().to_str())
     without["added_tokens"] = [token for token in without["added_tokens"] if not token["special"]]
-    with pytest.raises(DataError, match="no special token"):
+    with refused(DataError, setting="tokenizer"):
         HFTokenizer(json.dumps(without))
 
 
@@ -209,7 +210,7 @@ def test_cutting_and_padding_in_the_file_are_ignored() -> None:
     assert HFTokenizer(tokenizer.to_str()).encode(CORPUS[0]) == whole
 
 
-def _refusals() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
+def _refusals() -> dict[str, Callable[[dict[str, Any]], Any]]:
     def decoder(kind: str) -> Callable[[dict[str, Any]], Any]:
         return lambda content: content | {"decoder": {"type": kind, "prefix": "##", "cleanup": True}}
 
@@ -218,33 +219,32 @@ def _refusals() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
         return content
 
     return {
-        "words": (decoder("WordPiece"), "decoder WordPiece"),
-        "no decoder": (lambda content: content | {"decoder": None}, "decoder None"),
-        "model": (lambda content: content | {"model": {"type": "New"}}, "cannot be used"),
-        "merges": (lambda c: c | {"model": c["model"] | {"merges": [["a", "zzz"]]}}, "cannot be used"),
-        "ids": (far, "ids go up to"),
+        "words": decoder("WordPiece"),
+        "no decoder": lambda content: content | {"decoder": None},
+        "model": lambda content: content | {"model": {"type": "New"}},
+        "merges": lambda c: c | {"model": c["model"] | {"merges": [["a", "zzz"]]}},
+        "ids": far,
     }
 
 
 @pytest.mark.parametrize("case", _refusals())
 def test_what_cannot_be_used_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
-    change, message = _refusals()[case]
+    change = _refusals()[case]
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(change(json.loads(byte_level().to_str()))))
-    with pytest.raises(DataError, match=message) as caught:
+    with refused(DataError, setting="tokenizer"):
         load_tokenizer(path)
-    assert "\n" not in str(caught.value)
 
 
 def _places(content: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) in a JSON value."""
     items = content.items() if isinstance(content, dict) else enumerate(content)
-    found = []
+    result = []
     for key, value in items:
-        found.append((content, key))
+        result.append((content, key))
         if isinstance(value, dict | list) and len(value) < 50:
-            found += _places(value)
-    return found
+            result += _places(value)
+    return result
 
 
 @settings(max_examples=200, deadline=None)

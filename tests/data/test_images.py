@@ -1,7 +1,6 @@
-"""Folders of pictures: what is read, and what is refused in one line."""
+"""Folders of images: what is read, and what is refused in one line."""
 
 import gzip
-import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from raising import refused
 from topograd.data.images import DIGITS, read_images, read_test_images
 from topograd.errors import DataError
 
@@ -34,7 +34,7 @@ def damage(path: Path, change: str) -> None:
     path.write_bytes(gzip.compress(bytes(content)))
 
 
-def test_pictures_and_labels_are_those_of_the_files(idx_folder: Path) -> None:
+def test_images_and_labels_are_those_of_the_files(idx_folder: Path) -> None:
     data = read_images(idx_folder)
     assert data.shape == (1, 8, 8)
     assert data.classes == 3
@@ -55,33 +55,23 @@ def test_plain_files_are_read_like_gzipped_ones(folder: Path, idx_folder: Path) 
     assert read_images(folder).digest == read_images(idx_folder).digest
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("cut", "truncated: its header speaks of 7680 bytes and 7670 follow"),
-        ("more", "goes on behind the 7680 bytes"),
-        ("magic", "begins with 00 00 09 03"),
-        ("huge", "4294967295 × 8 × 8"),
-        ("head", "truncated: an IDX header has 16 bytes"),
-    ],
-)
-def test_a_damaged_file_is_refused(folder: Path, change: str, words: str) -> None:
+@pytest.mark.parametrize("change", ["cut", "more", "magic", "huge", "head"])
+def test_a_damaged_file_is_refused(folder: Path, change: str) -> None:
     damage(folder / "train-images-idx3-ubyte.gz", change)
-    with pytest.raises(DataError, match=re.escape(words)) as refused:
+    with refused(DataError, setting="path", given=folder / "train-images-idx3-ubyte.gz"):
         read_images(folder)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_gzip_file_that_ends_early_is_refused(folder: Path) -> None:
     path = folder / "t10k-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(DataError, match="truncated or damaged"):
+    with refused(DataError, setting="path"):
         read_images(folder)
 
 
 def test_labels_that_do_not_match_are_refused(folder: Path) -> None:
     shutil.copy(folder / "t10k-labels-idx1-ubyte.gz", folder / "train-labels-idx1-ubyte.gz")
-    with pytest.raises(DataError, match=r"has 120 pictures and .* has 60 labels"):
+    with refused(DataError, setting="source"):
         read_images(folder)
 
 
@@ -90,34 +80,34 @@ def test_a_class_unseen_in_training_is_refused(folder: Path) -> None:
     content = bytearray(gzip.decompress(path.read_bytes()))
     content[-1] = 7
     path.write_bytes(gzip.compress(bytes(content)))
-    with pytest.raises(DataError, match="class 7 is among the test labels"):
+    with refused(DataError, setting="source"):
         read_images(folder)
 
 
-def test_pictures_of_another_size_are_refused(folder: Path) -> None:
+def test_images_of_another_size_are_refused(folder: Path) -> None:
     path = folder / "t10k-images-idx3-ubyte.gz"
     content = bytearray(gzip.decompress(path.read_bytes()))
     content[8:16] = b"\0\0\0\x04\0\0\0\x10"
     path.write_bytes(gzip.compress(bytes(content)))
-    with pytest.raises(DataError, match="1 × 8 × 8 to learn from and 1 × 4 × 16"):
+    with refused(DataError, setting="source"):
         read_images(folder)
 
 
-def test_other_pictures_must_fit_the_network(idx_folder: Path) -> None:
+def test_other_images_must_fit_the_network(idx_folder: Path) -> None:
     assert len(read_test_images(idx_folder, (1, 8, 8), 3)) == 60
-    with pytest.raises(DataError, match="trained on 1 × 28 × 28"):
+    with refused(DataError, setting="source"):
         read_test_images(idx_folder, (1, 28, 28), 10)
-    with pytest.raises(DataError, match=r"class 2 .* unseen in training"):
+    with refused(DataError, setting="source"):
         read_test_images(idx_folder, (1, 8, 8), 2)
 
 
-def test_folders_without_pictures_are_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(DataError, match="neither IDX files"):
+def test_folders_without_images_are_refused(tmp_path: Path, folder: Path) -> None:
+    with refused(DataError, setting="source"):
         read_images(tmp_path / "copy" / "..")
-    with pytest.raises(DataError, match="does not exist"):
+    with refused(DataError, setting="source"):
         read_images(tmp_path / "nowhere")
     (folder / "train-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(DataError, match="one IDX file of training labels and has none"):
+    with refused(DataError, setting="source"):
         read_images(folder)
 
 
@@ -140,7 +130,7 @@ def test_cifars_records(tmp_path: Path, labels: int) -> None:
     assert data.train.labels.tolist() == [0, 1, 2, 3] * 2
     assert torch.equal(data.train.images[5].flatten(), torch.from_numpy(rows[5, labels:]))
     cut.write_bytes(cut.read_bytes()[:-1])
-    with pytest.raises(DataError, match="no whole number of CIFAR's records"):
+    with refused(DataError, setting="path"):
         read_images(tmp_path)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from raising import refused
 from topograd.data.bpe import BPETokenizer
 from topograd.data.prepare import Prepared, default_cache, prepare
 from topograd.errors import ConfigError, DataError
@@ -99,15 +100,13 @@ def test_an_empty_path_is_not_the_current_folder(
     given: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        DataError, match=r"the data path is empty .*give a file or a directory, or leave it out"
-    ):
+    with refused(DataError, setting="path"):
         prepare(given, "bytes", 0, tmp_path / "cache")
     assert decoded(prepare(".", "bytes", 0, tmp_path / "cache")) == "".join(LINES)
     assert decoded(prepare(str(text), "bytes", 0, tmp_path / "cache")) == "".join(LINES)
 
 
 def test_an_unknown_kind_is_one_line(tmp_path: Path, text: Path) -> None:
-    with pytest.raises(ConfigError, match="'words' does not exist: choose 'bytes' or 'bpe'"):
+    with refused(ConfigError, setting="tokenizer_kind", given="words"):
         prepare(text, "words", 280, tmp_path / "cache")
     assert not os.path.exists(tmp_path / "cache")

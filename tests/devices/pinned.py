@@ -18,8 +18,8 @@ def _table() -> dict[str, tuple[int, int]]:
 
 def pinned(path: str) -> tuple[int, int]:
     """Reads and writes of the row that begins with these words."""
-    (found,) = [counts for name, counts in _table().items() if name.startswith(path)]
-    return found
+    (result,) = [counts for name, counts in _table().items() if name.startswith(path)]
+    return result
 
 
 def check(transfers: Transfers, path: str, times: int = 1) -> None:

@@ -59,9 +59,9 @@ def both(
             tally.add(sequence.tally)
         return text
 
-    expected, found, transfers = on_both(run)
-    assert found == expected
-    return transfers, tally, found
+    expected, result, transfers = on_both(run)
+    assert result == expected
+    return transfers, tally, result
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_rows_that_come_and_go() -> None:
             engine.append(batch[2:3], [[4]])
             return [*text, *([t.token for row in strategy.step(batch) for t in row] for _ in range(2))]
 
-    expected, found, transfers = on_both(run)
-    assert found == expected
+    expected, result, transfers = on_both(run)
+    assert result == expected
     check(transfers, "full depth", TOKENS)
 
 
@@ -221,6 +221,6 @@ def test_forked_rows_go_on() -> None:
             some = [batch[0].cache.fork(batch[2]), batch[0]]
             return [[t.token for row in strategy.step(some) for t in row] for _ in range(3)]
 
-    expected, found, transfers = on_both(run)
-    assert_same(found, expected)
+    expected, result, transfers = on_both(run)
+    assert_same(result, expected)
     check(transfers, "full depth", 3)

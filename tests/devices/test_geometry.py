@@ -66,9 +66,9 @@ def test_factors(model: str, fisher: Any) -> None:
         begin()
         return dict(geometry.kfac_factors(made, batch, fisher=fisher, generator=generator))
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`kfac_factors`")
-    assert_same(found, expected, 1e-12)
+    assert_same(result, expected, 1e-12)
 
 
 READERS: dict[str, Callable[[torch.device], Any]] = {
@@ -123,8 +123,8 @@ def _kernels(model: nn.Module, inputs: Tensor) -> Any:
 
 @pytest.mark.parametrize("name", READERS)
 def test_readings(name: str) -> None:
-    expected, found, _ = on_both(lambda device, begin: READERS[name](device))
-    assert_same(found, expected, 1e-7)
+    expected, result, _ = on_both(lambda device, begin: READERS[name](device))
+    assert_same(result, expected, 1e-7)
 
 
 @pytest.mark.parametrize(("precondition", "step"), [("none", 1e-4), ("rmsprop", 1e-4), ("none", None)])
@@ -136,11 +136,11 @@ def test_the_learning_coefficient(precondition: Any, step: float | None) -> None
         torch.manual_seed(0)
         model, batch = nn.Linear(6, 4).double().to(device), data(device, 40)
         begin()
-        found = geometry.learning_coefficient(model, "cross-entropy", batch, settings)
-        return found.value, found.virial, found.step, found.traces.cpu()
+        result = geometry.learning_coefficient(model, "cross-entropy", batch, settings)
+        return result.value, result.virial, result.step, result.traces.cpu()
 
-    expected, found, short = on_both(run)
-    assert_same(found, expected, 1e-9)
+    expected, result, short = on_both(run)
+    assert_same(result, expected, 1e-9)
     assert short.writes == 0, "noise is drawn on the CPU and not waited for"
     if step is not None:
         _, _, long = on_both(lambda device, begin: run(device, begin, draws=12))
@@ -166,7 +166,7 @@ def test_early_warning_is_one_read_a_step() -> None:
                 optimizer.step()
         return seen
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`EarlyWarning.read`")
-    assert_same(found, expected, 1e-6)
+    assert_same(result, expected, 1e-6)
     assert len(expected[2]) > len(expected[3]) > 0

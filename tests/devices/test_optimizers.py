@@ -72,20 +72,20 @@ def test_a_step_stays_on_the_device(maker: str) -> None:
             optimizer.step()
         return dict(model.named_parameters())
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "optimizers")
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 def test_gauges_are_found_and_move_a_network_on_a_device() -> None:
     def run(device: torch.device, begin: Begin) -> Any:
         model = network(device)
-        found = optim.find_gauges(model, data(device)[0])
+        result = optim.find_gauges(model, data(device)[0])
         named = dict(model.named_parameters())
         gauge = optim.ReLURescale("0.weight", "2.weight", bias="0.bias")
         element = gauge.element(named, torch.Generator().manual_seed(0))
-        return [repr(one) for one in found.gauges], gauge.act(named, element), gauge.horizontal(named, named)
+        return [repr(one) for one in result.gauges], gauge.act(named, element), gauge.horizontal(named, named)
 
-    expected, found, _ = on_both(run)
+    expected, result, _ = on_both(run)
     assert expected[0], "there is a symmetry to find"
-    assert_same(found, expected)
+    assert_same(result, expected)

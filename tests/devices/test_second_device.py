@@ -133,8 +133,8 @@ def test_values_and_gradients_are_those_of_the_cpu() -> None:
         torch.optim.AdamW(model.parameters(), fused=True).step()
         return {name: p.detach() for name, p in model.named_parameters()}
 
-    expected, found, _ = on_both(run)
-    assert_same(found, expected)
+    expected, result, _ = on_both(run)
+    assert_same(result, expected)
 
 
 def test_views_and_what_is_written_into_them() -> None:

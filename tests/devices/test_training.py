@@ -73,9 +73,9 @@ def test_a_step_of_every_topology(kind: str) -> None:
         begin()
         return gradients(stack, tg.train_step(stack, plan, inputs, targets, teacher=teacher))
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`train_step`")
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,9 +88,9 @@ def test_a_step_of_every_family(family: Any) -> None:
         begin()
         return gradients(stack, tg.train_step(stack, plan, inputs, inputs.roll(-1, 1)))
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`train_step`")
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
 
 
 @pytest.mark.parametrize(("make", "paths"), [(llama, LLAMA), (gpt2, GPT2)], ids=["llama", "gpt2"])
@@ -103,10 +103,10 @@ def test_a_step_of_an_adapted_module(make: Callable[..., Any], paths: dict[str, 
         begin()
         return gradients(stack, tg.train_step(stack, plan, inputs, inputs.roll(-1, 1)))
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     own = [one for one in transfers.seen if not one.place.startswith("nn/adapted/adapt.py:_trace")]
     assert own == [], "what is left is read by the module itself"
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
 
 
 @pytest.mark.parametrize(("rule", "model"), [*IMAGES, ("forward-forward", "forward-forward")])
@@ -120,9 +120,9 @@ def test_a_step_of_every_local_rule_on_images(rule: str, model: str) -> None:
         stack.after_step()
         return gradients(stack, losses), dict(stack.named_buffers())
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`train_step`")
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
 
 
 def test_a_step_of_a_vision_transformer() -> None:
@@ -137,9 +137,9 @@ def test_a_step_of_a_vision_transformer() -> None:
         begin()
         return gradients(stack, tg.train_step(stack, plan, images, labels))
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`train_step`")
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
 
 
 @pytest.mark.parametrize("objective", ["cross-entropy", "z-loss", "distillation", "residual", "diversity"])
@@ -161,9 +161,9 @@ def test_targets_that_do_not_count(objective: str, counted: int) -> None:
         begin()
         return gradients(stack, tg.train_step(stack, plan, inputs, targets, teacher=teacher))
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`train_step`")
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
 
 
 @pytest.mark.parametrize("optimizer", ["muon+adamw", "adamw", "sgd", "ddc-adam", "ddc-muon"])
@@ -184,10 +184,10 @@ def test_a_step_of_the_loop_reads_once(optimizer: str, batches: int) -> None:
             )
         return done, dict(stack.named_parameters())
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     check(transfers, "`StepRunner.step`")
     assert transfers.async_writes == 3 * batches  # inputs, targets, rotary frequencies
-    assert_same(found, expected)  # in float32: bit for bit
+    assert_same(result, expected)  # in float32: bit for bit
 
 
 def test_a_group_that_breaks_is_halted_on_a_device_too() -> None:
@@ -200,9 +200,9 @@ def test_a_group_that_breaks_is_halted_on_a_device_too() -> None:
         done = loop.step(plan, [(tokens("cpu"), tokens("cpu", 1))])
         return done.halted, done.losses[:1], sorted(loop.halted)
 
-    expected, found, _ = on_both(run)
+    expected, result, _ = on_both(run)
     assert expected[0] == (1,)
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
 
 
 @pytest.mark.parametrize("backward", ["scan", "hybrid"])
@@ -221,10 +221,10 @@ def test_a_scan_checks_its_jacobians_once(backward: str) -> None:
             losses = loop.gradients(plan, tokens(device), tokens(device, 1), 1.0)
         return gradients(stack, losses)
 
-    expected, found, transfers = on_both(run)
+    expected, result, transfers = on_both(run)
     uploads = 2  # of this test's own tokens
     assert (transfers.reads, transfers.writes - uploads) == pinned("backward by a scan: a step behind")
-    assert_same(found, expected, CLOSE)
+    assert_same(result, expected, CLOSE)
     _, _, first = on_both(lambda device, begin: run(device, begin, steps=1))
     regions = 2 if backward == "scan" else 1
     counts = tuple(regions * count for count in pinned("backward by a scan: each region"))
@@ -240,8 +240,8 @@ def test_evaluation_reads_once_for_each_batch() -> None:
         begin()
         return tg.evaluate(stack, plan, tg.Text(inputs, targets, 500), batch=8)
 
-    expected, found, three = on_both(run)
-    assert_same(found, expected, 1e-9)
+    expected, result, three = on_both(run)
+    assert_same(result, expected, 1e-9)
     _, _, one = on_both(lambda device, begin: run(device, begin, rows=8))
     more = (three.reads - one.reads) // 2, (three.writes - one.writes) // 2
     assert more == pinned("`evaluate`")
@@ -253,8 +253,8 @@ def test_images_are_evaluated() -> None:
         stack, plan, images, labels = made("byol")
         return evaluate_images(stack.to(device), plan, ImageSet(images, labels))
 
-    expected, found, _ = on_both(run)
-    assert_same(found, expected, 1e-9)
+    expected, result, _ = on_both(run)
+    assert_same(result, expected, 1e-9)
 
 
 def test_a_run_on_a_device(config: tg.TrainConfig, tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def test_a_run_begins_with_the_same_weights_on_every_device(
     def run(device: torch.device, begin: Begin) -> Any:
         return tg.start(replace(here, device=device.type), tmp_path / device.type).task.stack.state_dict()
 
-    expected, found, _ = on_both(run, own_stream=True)
-    assert_same(found, expected)
+    expected, result, _ = on_both(run, own_stream=True)
+    assert_same(result, expected)
 
 
 def test_resuming_draws_what_would_have_been_drawn(config: tg.TrainConfig, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def graded(
     else:
         loss = linear_cross_entropy(x, weight, targets, bias, softcap=softcap, chunk=chunk)
     (loss * incoming).backward()
-    found = {"x": x.grad, "weight": weight.grad, "bias": None if bias is None else bias.grad}
-    return {"loss": loss.detach(), **{name: g for name, g in found.items() if g is not None}}
+    result = {"x": x.grad, "weight": weight.grad, "bias": None if bias is None else bias.grad}
+    return {"loss": loss.detach(), **{name: g for name, g in result.items() if g is not None}}
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -207,8 +207,8 @@ def test_the_z_loss_is_that_of_all_logits_at_once(chunk: int, softcap: float | N
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
     assert loss > nats + 0.1
-    for found, leaf in zip(again, leaves, strict=True):
-        torch.testing.assert_close(found.grad, leaf.grad, rtol=1e-11, atol=1e-14)
+    for result, leaf in zip(again, leaves, strict=True):
+        torch.testing.assert_close(result.grad, leaf.grad, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all learn", "weight frozen"])

@@ -99,7 +99,7 @@ def test_the_z_loss_by_its_definition(tiny: type[Tiny], small_chunks: None) -> N
     expected = CrossEntropy()(z, None, None, y) + 0.3 * log_z.square().sum()
     torch.testing.assert_close(objective(z, None, None, y), expected, rtol=1e-14, atol=0)
 
-    found = []
+    result = []
     for fast in (True, False):
         stack, h = tiny.gpt(PER_STAGE), hidden()
         targets = targets_for(h)
@@ -111,8 +111,8 @@ def test_the_z_loss_by_its_definition(tiny: type[Tiny], small_chunks: None) -> N
             loss = loss + 0.3 * logits.logsumexp(-1).square().mean()
         loss.backward()
         assert h.grad is not None
-        found.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
-    tiny.assert_same(found[0], found[1])
+        result.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
+    tiny.assert_same(result[0], result[1])
 
 
 def test_the_named_z_loss_is_small_and_counts() -> None:
@@ -159,7 +159,7 @@ def test_generic_path_equals_the_fast_path(
     settings: dict[str, Any], objective: Objective, tiny: type[Tiny], small_chunks: None
 ) -> None:
     """Cross-entropy through checkpointed chunks of `readout` and through the matrix give the same."""
-    found = []
+    result = []
     for hide in (False, True):
         stack = tiny.gpt(PER_STAGE, **settings)
         stack.__class__ = WithoutProjection if hide else GPT
@@ -167,8 +167,8 @@ def test_generic_path_equals_the_fast_path(
         loss = stage_loss(stack, h, 1, objective, targets_for(h))
         loss.backward()
         assert h.grad is not None
-        found.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
-    tiny.assert_same(found[1], found[0])
+        result.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
+    tiny.assert_same(result[1], result[0])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_chunks_do_not_matter(
     """A loss in three chunks equals the loss in one, with every gradient, ignored targets included."""
     prior = [(0, hidden(seed=8).detach()), (1, hidden(seed=9).detach())]
     taught = random_logits(4, rows=48)
-    found = []
+    result = []
     for chunk in (CHUNK, 1000):
         monkeypatch.setattr(linear_cross_entropy, "CHUNK_ELEMENTS", chunk * tiny.vocab)
         monkeypatch.setattr(linear_cross_entropy, "MIN_TOKENS", 1)
@@ -190,8 +190,8 @@ def test_chunks_do_not_matter(
         loss = stage_loss(stack, h, 1, objective, targets_for(h), prior, lambda rows: taught[rows])
         loss.backward()
         assert h.grad is not None
-        found.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
-    tiny.assert_same(found[0], found[1])
+        result.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
+    tiny.assert_same(result[0], result[1])
 
 
 def test_residual_stage_hears_earlier_stages_and_sends_them_nothing(

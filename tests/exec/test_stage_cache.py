@@ -80,8 +80,8 @@ def check(stack: Stack, plan: Plan, cache: Cache, batch: list[Sequence], stage: 
     """A stage's last outputs against the whole forward of each sequence by itself."""
     cache.run(batch, stage)
     counts = [min(count, len(sequence)) for sequence in batch]
-    found = cache.hidden(batch, stage, counts).split(counts)
-    for sequence, n, h in zip(batch, counts, found, strict=True):
+    result = cache.hidden(batch, stage, counts).split(counts)
+    for sequence, n, h in zip(batch, counts, result, strict=True):
         whole = stage_outputs(stack, plan, torch.tensor([sequence.tokens]), [stage])[stage][0]
         torch.testing.assert_close(h, whole[-n:], rtol=1e-10, atol=1e-10)
 

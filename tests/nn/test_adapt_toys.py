@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.errors import StackError
 from topograd.exec.train_step import train_step
 from topograd.nn.adapted.adapt import Adapted, adapt
@@ -135,12 +136,12 @@ def test_any_other_head_is_called_as_it_is() -> None:
     assert stack.projection(0) is None
     h, rows = torch.randn(4, 6), torch.tensor([3, 3, 1])
     assert torch.equal(stack.readout(h, 0, rows), stack.readout(h, 0)[:, rows])
-    with pytest.raises(StackError, match="one head for all stages"):
+    with refused(StackError, setting="heads", given="per-stage"):
         prepare(stack, Topology.chain(Configuration.parse("1,2", heads="per-stage")))
     train_step(stack, Topology.chain("1,2"), tokens(), tokens())
     assert stack.head_parameters(0) == []
     assert all(p.grad is not None for n, p in stack.named_parameters() if "gain" not in n)
-    with pytest.raises(StackError, match=r"head_rank needs an nn.Linear as head; out is a Sequential"):
+    with refused(StackError, setting="head_rank", given=2):
         adapt(Toy(plainly, head), layers="blocks", norm="norm", head="out", head_rank=2)
 
 
@@ -170,8 +171,9 @@ def test_verify_names_the_first_difference() -> None:
     toy = Toy(plainly)
     toy.blocks[1] = Forgetful()
     stack = adapt(toy, layers="blocks", norm="norm", head="out")
-    with pytest.raises(StackError, match=r"differs from Toy, first in what blocks.2 is given, by 1; write a"):
+    with refused(StackError, setting="model", given="Toy") as caught:
         stack.verify(tokens())
+    assert "first in what blocks.2 is given, by 1" in caught.value.problem
 
 
 # What is refused
@@ -227,7 +229,7 @@ def crash(toy: Toy, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("run", "message"),
+    ("run", "reason"),
     [
         (change_between, "blocks.1 is not given what blocks.0 returned, unchanged"),
         (change_in_place, "blocks.2 is not given what blocks.1 returned, unchanged"),
@@ -237,14 +239,14 @@ def crash(toy: Toy, h: Tensor) -> Tensor:
         (leave_one_out, "it runs norm where blocks.2 should run"),
         (one_twice, "it runs blocks.0 where blocks.1 should run"),
         (no_head, "its forward ends without running out"),
-        (crash, r"after blocks.0 its forward fails \(out of coffee\)"),
+        (crash, "after blocks.0 its forward fails (out of coffee)"),
     ],
 )
-def test_a_model_that_is_no_stack(run: Callable[[Toy, Tensor], Tensor], message: str) -> None:
+def test_a_model_that_is_no_stack(run: Callable[[Toy, Tensor], Tensor], reason: str) -> None:
     stack = toy_stack(run)
-    with torch.no_grad(), pytest.raises(StackError, match=f"Toy cannot be adapted: {message}") as caught:
+    with torch.no_grad(), refused(StackError, setting="model", given="Toy") as caught:
         stack(tokens())
-    assert "\n" not in str(caught.value)
+    assert caught.value.problem.endswith(reason)
     assert not any("forward" in vars(module) for module in stack.model.modules())
 
 
@@ -254,7 +256,7 @@ def test_an_error_of_the_model_before_its_layers_is_its_own() -> None:
 
 
 def test_a_forgotten_norm_is_noticed() -> None:
-    with pytest.raises(StackError, match=r"out is not given what blocks.2 returned"):
+    with refused(StackError, setting="model", given="Toy"):
         toy_stack(norm=None)(tokens())
 
 
@@ -271,7 +273,7 @@ def given(value: Callable[[Toy], Any]) -> Callable[[Toy, Tensor], Tensor]:
 
 def test_arguments_with_gradient_are_refused_in_training() -> None:
     stack = toy_stack(given(lambda toy: 2 * toy.gain))
-    with pytest.raises(StackError, match=r"blocks.0 is given scale, a tensor with gradient"):
+    with refused(StackError, setting="scale", given="blocks.0"):
         train_step(stack, Topology.chain("1,2"), tokens(), tokens())
     stack.verify(tokens())  # without gradients it is right
     stack.model.gain.requires_grad_(False)
@@ -281,41 +283,32 @@ def test_arguments_with_gradient_are_refused_in_training() -> None:
 @pytest.mark.parametrize("value", [{}, [], (1, {}), object()], ids=["dict", "list", "tuple", "object"])
 def test_arguments_that_could_remember_are_refused(value: Any) -> None:
     stack = toy_stack(given(lambda toy: value))
-    with pytest.raises(
-        StackError, match=r"blocks.0 is given scale, a (dict|list|object), by which layers could"
-    ):
+    with refused(StackError, setting="scale", given="blocks.0"):
         stack(tokens())
 
 
 def test_decoding_from_the_middle_is_refused() -> None:
     stack = toy_stack()
     x0 = stack.embed(tokens())
-    with pytest.raises(StackError, match="cannot go on from position 3; give it the whole prefix"):
+    with refused(StackError, setting="offset", given=3):
         stack.layer_context(x0, tokens(), offset=3)
 
 
 @pytest.mark.parametrize(
-    ("paths", "message"),
+    ("paths", "setting"),
     [
-        (
-            {"layers": "model.blocks"},
-            "layers='model.blocks' is no path to a module: Toy has no 'model', it has table, ",
-        ),
-        ({"layers": "blocks.7"}, "blocks has no '7', it has 0, 1, 2"),
-        (
-            {"norm": "norm.scale"},
-            "norm='norm.scale' is no path to a module: norm has no 'scale', it has no modules",
-        ),
-        ({"head": "gain"}, "head='gain' is no path to a module: Toy has no 'gain'"),
-        ({"layers": "norm"}, "layers='norm' is a LayerNorm, not a ModuleList; Toy has these lists: blocks"),
-        ({"layers": "empty"}, "layers='empty' is empty; a stack needs at least one layer"),
-        ({"head_rank": 7}, r"head rank 7 is outside 1\.\.6"),
+        ({"layers": "model.blocks"}, "layers"),
+        ({"layers": "blocks.7"}, "layers"),
+        ({"norm": "norm.scale"}, "norm"),
+        ({"head": "gain"}, "head"),
+        ({"layers": "norm"}, "layers"),
+        ({"layers": "empty"}, "layers"),
+        ({"head_rank": 7}, "head_rank"),
     ],
 )
-def test_bad_paths(paths: dict[str, Any], message: str) -> None:
+def test_bad_paths(paths: dict[str, Any], setting: str) -> None:
     toy = Toy(plainly)
     if paths.get("layers") == "empty":
         toy.empty = nn.ModuleList()
-    with pytest.raises(StackError, match=message) as caught:
+    with refused(StackError, setting=setting, given=paths[setting]):
         adapt(toy, **{"layers": "blocks", "norm": "norm", "head": "out"} | paths)
-    assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from raising import refused
 from tests.oracles.attention import attention_output, plain_attention, root_mean_square_norm, rotated
-from topograd.errors import ConfigError, StackError
+from topograd.errors import ConfigError, StackError, TopogradError
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.transformer.attention import Attention, rotate_halves
@@ -67,7 +67,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     q, k = torch.randn(8), torch.randn(8)
     model = GPT(layers=1, width=8, heads=1, vocab=5, context=64)
     ctx = model.layer_context(torch.zeros(1, 64, 8), torch.zeros(1, 64, dtype=torch.long), offset=100)
-    cos, sin = ctx.extras["rotary"]
+    cos, sin = ctx.rotary
     turned_q, turned_k = rotate_halves(q.expand(64, 8), cos, sin), rotate_halves(k.expand(64, 8), cos, sin)
     scores = turned_q @ turned_k.T
     for distance in (0, 1, 7):
@@ -162,27 +162,26 @@ def test_softcap_bounds_the_logits(make_gpt: Callable[..., GPT]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "setting"),
     [
-        ({"layers": 0}, r"layers is 0; it must lie in 1\.\."),
-        ({"vocab": -3}, r"vocab is -3; it must lie in 1\.\."),
-        ({"width": 30, "heads": 4}, "width 30 does not split into 4 heads"),
-        ({"width": 12, "heads": 4}, "4 heads of even width"),
-        ({"heads": 4, "kv_heads": 3}, "4 heads cannot share 3 kv_heads"),
-        ({"heads": 4, "kv_heads": 0}, "4 heads cannot share 0 kv_heads"),
-        ({"heads": 4, "kv_heads": -2}, "4 heads cannot share -2 kv_heads"),
-        ({"mlp": "gelu"}, "mlp 'gelu' is unknown; choose one of relu2, swiglu"),
-        ({"mlp_ratio": 0.0}, r"mlp_ratio is 0\.0; the MLP's width"),
-        ({"value_embeddings": "some"}, "value_embeddings 'some' is unknown"),
-        ({"softcap": 0.0}, "softcap is 0.0; it must be positive"),
-        ({"windows": (4, -1)}, r"windows are \(4, -1\); a span is at least 0"),
-        ({"head_rank": 17}, "head rank 17 is outside 1..16"),
+        ({"layers": 0}, "layers"),
+        ({"vocab": -3}, "vocab"),
+        ({"width": 30, "heads": 4}, "width"),
+        ({"width": 12, "heads": 4}, "width"),
+        ({"heads": 4, "kv_heads": 3}, "kv_heads"),
+        ({"heads": 4, "kv_heads": 0}, "kv_heads"),
+        ({"heads": 4, "kv_heads": -2}, "kv_heads"),
+        ({"mlp": "gelu"}, "mlp"),
+        ({"mlp_ratio": 0.0}, "mlp_ratio"),
+        ({"value_embeddings": "some"}, "value_embeddings"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"windows": (4, -1)}, "windows"),
+        ({"head_rank": 17}, "head_rank"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(StackError, match=message) as caught:
+def test_bad_settings(settings: dict[str, Any], setting: str) -> None:
+    with refused(TopogradError, setting=setting, given=settings[setting]):
         GPT(**{"layers": 2, "width": 16, "heads": 2, "vocab": 23, "context": 8} | settings)
-    assert "\n" not in str(caught.value)
 
 
 def test_settings_of_an_unknown_name_or_wrong_type() -> None:
@@ -196,5 +195,5 @@ def test_settings_of_an_unknown_name_or_wrong_type() -> None:
 def test_a_config_or_settings_but_not_both() -> None:
     config = GPTConfig(layers=1, width=8, heads=2, vocab=11, context=6)
     assert GPT(config).config is config
-    with pytest.raises(StackError, match=r"a config and also \['layers'\]"):
+    with refused(StackError, setting="config"):
         GPT(config, layers=2)

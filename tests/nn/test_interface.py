@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pieces import Decoded
+from raising import refused
 from tests.oracles.interfaces import canvas_with_states, interface_forward, next_states, pools
 from topograd.errors import ConfigError
 from topograd.exec.forward import run_stage, stage_outputs
@@ -73,41 +74,40 @@ def test_settings_in_words(text: str, expected: SegmentInterface) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "setting", "given"),
     [
-        ("", "has the part ''; write it as S=8,r=8,pool=tail"),
-        ("S", "has the part 'S'; write it as"),
-        ("S=4,,r=4", "has the part ''; write it as"),
-        ("segments=4", "has the part 'segments=4'; .* keys from S, r, pool, maps, causal"),
-        ("S=four", "interface S is 'four'; it must be a whole number"),
-        ("S=", "interface S is ''; it must be a whole number"),
-        ("r=4.5", "interface r is '4.5'; it must be a whole number"),
-        ("r=0", "rank r is 0; it must be at least 3"),
-        ("r=2", "rank r is 2; it must be at least 3"),
-        ("r=-8", "rank r is -8; it must be at least 3"),
-        ("S=1", "segments S is 1; it must be at least 2"),
-        ("S=0", "segments S is 0; it must be at least 2"),
-        ("S=-4", "segments S is -4; it must be at least 2"),
-        ("pool=max", "interface pool 'max' is unknown; choose one of tail, mean, cumulative"),
-        ("maps=conv", "interface maps 'conv' is unknown; choose one of mlp, linear, gated"),
-        ("causal=no", "interface causal is 'no'; it must be true or false"),
-        ("causal=false", "takes segments=1 and pool='mean', not segments=8 and pool='tail'"),
-        ("S=4,pool=mean,causal=false", "not segments=4 and pool='mean'"),
-        ("S=1,pool=tail,causal=false", "not segments=1 and pool='tail'"),
-        ("S=--4", "interface S is '--4'; it must be a whole number"),
-        ("S=²", "interface S is '²'; it must be a whole number"),
-        ("S=4,S=8", "gives S twice"),
+        ("", "interface", ""),
+        ("S", "interface", "S"),
+        ("S=4,,r=4", "interface", "S=4,,r=4"),
+        ("segments=4", "interface", "segments=4"),
+        ("S=four", "interface", "four"),
+        ("S=", "interface", ""),
+        ("r=4.5", "interface", "4.5"),
+        ("r=0", "rank", 0),
+        ("r=2", "rank", 2),
+        ("r=-8", "rank", -8),
+        ("S=1", "segments", 1),
+        ("S=0", "segments", 0),
+        ("S=-4", "segments", -4),
+        ("pool=max", "pool", "max"),
+        ("maps=conv", "maps", "conv"),
+        ("causal=no", "interface", "no"),
+        ("causal=false", "causal", False),
+        ("S=4,pool=mean,causal=false", "causal", False),
+        ("S=1,pool=tail,causal=false", "causal", False),
+        ("S=--4", "interface", "--4"),
+        ("S=²", "interface", "²"),
+        ("S=4,S=8", "interface", "S=4,S=8"),
     ],
 )
-def test_bad_settings(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_bad_settings(text: str, setting: str, given: object) -> None:
+    with refused(ConfigError, setting=setting, given=given):
         SegmentInterface.parse(text)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("segments", [5, 24, 13])
 def test_segments_must_divide_the_context(segments: int) -> None:
-    with pytest.raises(ConfigError, match=f"S is {segments} and the context 12; S must divide the context"):
+    with refused(ConfigError, setting="segments"):
         SegmentRelay(SegmentInterface(segments=segments), WIDTH, CONTEXT, first=True)
 
 
@@ -272,13 +272,13 @@ def test_one_segment_for_each_position_decodes() -> None:
 
 
 def test_the_published_interface_cannot_decode() -> None:
-    with pytest.raises(ConfigError, match="needs the whole sequence, so it cannot write token by token"):
+    with refused(ConfigError, setting="causal", given=False):
         decoded(model(PUBLISHED), [1] * CONTEXT)
 
 
 def test_inputs_longer_than_the_context() -> None:
     chosen = SegmentInterface(segments=4, rank=4)
-    with pytest.raises(ConfigError, match="13 positions; it was made for a context of 12"):
+    with refused(ConfigError, setting="context", given=13):
         stage_outputs(model(chosen), Plan.of(CHAIN, 4), tokens(13), [2])
 
 

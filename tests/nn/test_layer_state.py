@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raising import refused
 from topograd.errors import StackError
 from topograd.nn import layer_state
 from topograd.nn.layer_state import History, KVState
@@ -47,7 +48,7 @@ def test_a_full_state_refuses_and_stays_as_it_is() -> None:
     memory = state(capacity=3)
     memory.append(*positions(2))
     before = memory.keys.clone()
-    with pytest.raises(StackError, match="holds 3 positions and 4 are needed; make it with more capacity"):
+    with refused(StackError, setting="capacity", given=3):
         memory.append(*positions(2))
     assert memory.length == 2
     assert torch.equal(memory.keys, before)

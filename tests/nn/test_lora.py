@@ -104,9 +104,9 @@ def test_what_does_not_fit_is_refused() -> None:
         add_lora(stack.layers, 0)
     with refused(ConfigError, setting="lora_rank", given=17):
         add_lora(stack.layers, 17)
-    with pytest.raises(StackError, match="no linear maps"):
+    with refused(StackError, setting="layers"):
         add_lora([torch.nn.LayerNorm(4)], 2)
     stack = gpt()
     add_lora(stack.layers, 2)
-    with pytest.raises(StackError, match="already"):
+    with refused(StackError, setting="layers"):
         add_lora(stack.layers, 2)

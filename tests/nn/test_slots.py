@@ -80,8 +80,8 @@ class Texts:
             spans.write(self.buffer, values)
         for place, columns in zip(places, spans.slices(), strict=True):
             self.kept[place] += list(values[0, columns])
-        found = torch.from_numpy(spans.read_array(self.buffer))[None] if arrays else spans.read(self.buffer)
-        assert torch.equal(found, values)
+        result = torch.from_numpy(spans.read_array(self.buffer))[None] if arrays else spans.read(self.buffer)
+        assert torch.equal(result, values)
         heads = torch.stack([values, 2 * values, 3 * values], dim=1)
         for group in spans.attended:
             keys, held = self.kv.append(group, heads, -heads)
@@ -210,8 +210,8 @@ def spans_of(slots_: list[int], starts: list[int], counts: list[int]) -> Spans:
 
 def test_neighbours_with_equally_many_positions_are_a_group() -> None:
     spans = spans_of([0, 1, 2, 4, 5, 6], [3, 3, 5, 0, 0, 0], [2, 2, 2, 2, 1, 1])
-    found = [(g.low, g.high, g.starts, g.count, g.columns, g.even, g.stop) for g in spans.groups]
-    assert found == [
+    result = [(g.low, g.high, g.starts, g.count, g.columns, g.even, g.stop) for g in spans.groups]
+    assert result == [
         (0, 3, (3, 3, 5), 2, slice(0, 6), False, 7),
         (4, 5, (0,), 2, slice(6, 8), True, 2),
         (5, 7, (0, 0), 1, slice(8, 10), True, 1),
@@ -226,8 +226,8 @@ def test_neighbours_with_equally_many_positions_are_a_group() -> None:
 def test_neighbours_with_few_positions_attend_as_one_rectangle() -> None:
     few, many = MAX_RAGGED, MAX_RAGGED + 1
     spans = spans_of([0, 1, 2, 4, 5, 6], [3, 0, 5, 0, 0, 0], [2, few, 1, 1, many, 1])
-    found = [(g.low, g.high, g.count, g.columns, g.stop) for g in spans.attended]
-    assert found == [
+    result = [(g.low, g.high, g.count, g.columns, g.stop) for g in spans.attended]
+    assert result == [
         (0, 3, few, slice(0, few + 3), few),
         (4, 5, 1, slice(few + 3, few + 4), 1),
         (5, 6, many, slice(few + 4, few + many + 4), many),

@@ -83,19 +83,19 @@ def test_kinds_are_what_a_table_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "setting"),
     [
-        ({"kind": "lama"}, "model kind 'lama' is unknown; choose one of gpt"),
-        ({"kind": 3}, "setting model.kind is 3"),
-        ({"kind": "math:sqrt"}, "'math:sqrt' is no ModelSpec"),
-        ({"kind": "nowhere.at_all:Spec"}, "cannot be imported"),
-        ({"kind": "gpt", "wdith": 3}, "unknown setting model.wdith"),
-        ({"kind": "llama", "layers": 2}, "setting model.width is missing"),
-        ({"kind": "mlp", "widths": [3, "x"]}, "setting model.widths"),
+        ({"kind": "lama"}, "model kind"),
+        ({"kind": 3}, "model.kind"),
+        ({"kind": "math:sqrt"}, "model.kind"),
+        ({"kind": "nowhere.at_all:Spec"}, "model kind"),
+        ({"kind": "gpt", "wdith": 3}, "model.wdith"),
+        ({"kind": "llama", "layers": 2}, "model.width"),
+        ({"kind": "mlp", "widths": [3, "x"]}, "model.widths[1]"),
     ],
 )
-def test_a_bad_table_is_one_line(table: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_bad_table_is_one_line(table: dict[str, Any], setting: str) -> None:
+    with refused(ConfigError, setting=setting):
         read_spec(table)
 
 
@@ -107,7 +107,7 @@ def test_a_spec_builds_the_layers_of_its_topology() -> None:
         OwnSpec(),
     ):
         assert len(spec.build(topology).layers) == 5
-    with pytest.raises(ConfigError, match="has no build"):
+    with refused(ConfigError, setting="build"):
         ModelSpec().build(topology)
 
 

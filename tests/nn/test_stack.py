@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pieces import Decoded
+from raising import refused
 from tests.oracles.train_step import graph_losses
 from topograd.decode.cache import Cache
 from topograd.errors import StackError
@@ -140,7 +141,7 @@ def test_per_stage_heads(case: Any) -> None:
     with torch.no_grad():
         before = stack(inputs)
         if not case.own_heads:
-            with pytest.raises(StackError, match="one head for all stages"):
+            with refused(StackError, setting="heads", given="per-stage"):
                 stack.add_heads(range(2))
             return
         assert stack.head_parameters(0) == []
@@ -229,9 +230,9 @@ def test_a_stack_that_keeps_no_states_is_run_from_the_start(case: Any, stack: St
 
 def test_a_stack_without_parts_says_so() -> None:
     stack = Stack()
-    with pytest.raises(StackError, match="Stack has no embed"):
+    with refused(StackError, setting="embed"):
         stack.embed(torch.zeros(1, 2))
-    with pytest.raises(StackError, match="Stack has no readout"):
+    with refused(StackError, setting="readout"):
         stack.readout(torch.zeros(1, 2), 0)
 
 

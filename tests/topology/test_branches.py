@@ -103,20 +103,20 @@ def test_the_trained_path_is_the_trained_model_and_a_skip_is_its_layers_by_hand(
 
 
 def test_a_shared_prefix_is_computed_once(model: GPT, plan: Plan, inputs: Tensor) -> None:
-    found = branches(plan, [(0, 1, 2, 3), (0, 2), (0, 1, 3)])
+    result = branches(plan, [(0, 1, 2, 3), (0, 2), (0, 1, 3)])
     # stage 1: once. Stage 2: once, for both paths. Stage 3: behind 2 and behind 1. Stage 4: behind 3 and 2.
-    assert calls(model, lambda: logits_of(model, found, inputs)) == [1, 1, 1, 2, 2, 2]
-    assert heads(found) == [0, 1, 2, 3, 2, 3]
-    assert found.ends == (3, 4, 5)
+    assert calls(model, lambda: logits_of(model, result, inputs)) == [1, 1, 1, 2, 2, 2]
+    assert heads(result) == [0, 1, 2, 3, 2, 3]
+    assert result.ends == (3, 4, 5)
 
 
 def test_prefixes_cost_what_the_longest_costs(model: GPT, plan: Plan, inputs: Tensor) -> None:
     """The "parallel prefix" of §6.5.5: no node but those of the chain."""
-    found = branches(plan, [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)])
-    assert found.ends == (0, 1, 2, 3)
-    assert calls(model, lambda: logits_of(model, found, inputs)) == [1] * LAYERS
+    result = branches(plan, [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)])
+    assert result.ends == (0, 1, 2, 3)
+    assert calls(model, lambda: logits_of(model, result, inputs)) == [1] * LAYERS
     hidden = stage_outputs(model, plan, inputs, range(STAGES))
-    for k, z in enumerate(logits_of(model, found, inputs)):
+    for k, z in enumerate(logits_of(model, result, inputs)):
         assert torch.equal(z, model.readout(hidden[k], k))
 
 
@@ -154,10 +154,10 @@ def test_no_gradient_crosses_and_messages_are_dropped_after_their_last_use() -> 
 
 
 def test_every_node_has_a_memory_of_its_own(model: GPT, plan: Plan, inputs: Tensor) -> None:
-    found = branches(plan, [(0, 1, 2, 3), (0, 2), (0, 2, 3), (0,)])
-    states = Decoded(model, found.plan, len(inputs), inputs.shape[1])
-    whole = logits_of(model, found, inputs)
-    pieces = [logits_of(model, found, inputs[:, a:b], states) for a, b in ((0, 5), (5, 6), (6, 7), (7, 8))]
+    result = branches(plan, [(0, 1, 2, 3), (0, 2), (0, 2, 3), (0,)])
+    states = Decoded(model, result.plan, len(inputs), inputs.shape[1])
+    whole = logits_of(model, result, inputs)
+    pieces = [logits_of(model, result, inputs[:, a:b], states) for a, b in ((0, 5), (5, 6), (6, 7), (7, 8))]
     for p, z in enumerate(whole):
         stepped = torch.cat([piece[p] for piece in pieces], dim=1)
         torch.testing.assert_close(stepped, z, rtol=1e-10, atol=1e-10)
@@ -189,20 +189,20 @@ def test_a_stage_keeps_its_relay_and_the_embedding_that_it_hears(model: GPT, inp
         Stage(1, 3, (Edge(0),)),
         Stage(3, 6, (ctx, Edge(1, relay="halving"))),
     )
-    found = branches(Plan.of(Topology(LAYERS, stages), LAYERS), [(0, 2), (0, 1, 2)])
-    assert [p for p, _ in found.plan.stages[1].inputs] == [
+    result = branches(Plan.of(Topology(LAYERS, stages), LAYERS), [(0, 2), (0, 1, 2)])
+    assert [p for p, _ in result.plan.stages[1].inputs] == [
         EdgeOutput(-1, 0, "identity"),
         EdgeOutput(0, 1, "halving"),
     ]
-    assert found.plan.stages[1].stage.sources == (ctx, Edge(0, 1, relay="halving"))
-    hidden = stage_outputs(model, found.plan, inputs, found.ends)
+    assert result.plan.stages[1].stage.sources == (ctx, Edge(0, 1, relay="halving"))
+    hidden = stage_outputs(model, result.plan, inputs, result.ends)
     with torch.no_grad():
         x0 = model.embed(inputs)
         heard = model.layer_context(x0, inputs)
         h = x0 + (model.layers[0](x0, heard) / 2 + 1)
         for i in (3, 4, 5):
             h = model.layers[i](h, heard)
-    assert torch.equal(hidden[found.ends[0]], h)
+    assert torch.equal(hidden[result.ends[0]], h)
 
 
 def test_a_source_is_tapped_where_it_was_and_any_other_stage_at_its_end() -> None:
@@ -219,24 +219,24 @@ def test_a_source_is_tapped_where_it_was_and_any_other_stage_at_its_end() -> Non
 
 def test_a_forest_has_several_first_stages() -> None:
     plan = Plan.of(Topology.forest(["1,2", "1,2"]), LAYERS)
-    found = branches(plan, [(0, 1), (2, 3), (0, 3)])
-    assert heads(found) == [0, 1, 2, 3, 3]
-    assert found.ends == (1, 3, 4)
+    result = branches(plan, [(0, 1), (2, 3), (0, 3)])
+    assert heads(result) == [0, 1, 2, 3, 3]
+    assert result.ends == (1, 3, 4)
 
 
 def test_a_specialist_and_its_base() -> None:
     """{[1..4], [1..5]}: a frozen base and a stage behind it; the base still predicts."""
     plan = Plan.of(Topology.chain("1,1,1,1").with_specialist(2), LAYERS)
-    found = branches(plan, [(0, 1, 2, 3), (0, 1, 2, 3, 4)])
-    assert found.ends == (3, 4)
-    assert found.plan.predicting() == [0, 1, 2, 3, 4]
+    result = branches(plan, [(0, 1, 2, 3), (0, 1, 2, 3, 4)])
+    assert result.ends == (3, 4)
+    assert result.plan.predicting() == [0, 1, 2, 3, 4]
 
 
 def test_a_stage_without_a_loss_still_does_not_predict() -> None:
     plan = Plan.of(Topology.soft([1.0, 0.0]), 3)
-    found = branches(plan, [(0, 1, 2), (0, 2)])
-    assert heads(found) == [0, 1, 2, 2]
-    assert found.plan.predicting() == [1, 2, 3]
+    result = branches(plan, [(0, 1, 2), (0, 2)])
+    assert heads(result) == [0, 1, 2, 2]
+    assert result.plan.predicting() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

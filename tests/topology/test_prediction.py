@@ -47,26 +47,26 @@ def test_a_chain_predicts_by_its_last_stage(grad_scale: float, heads: str) -> No
 
 
 def test_a_residual_chain_predicts_by_the_sum_and_its_exits_by_running_sums() -> None:
-    found = predicted(Topology.chain("1,1,1", objective="residual"))
-    assert found == Prediction("sum", RUNNING[2], RUNNING)
-    assert [found.after(k) for k in range(3)] == [RUNNING[k] for k in range(3)]
-    assert not found.alone
+    result = predicted(Topology.chain("1,1,1", objective="residual"))
+    assert result == Prediction("sum", RUNNING[2], RUNNING)
+    assert [result.after(k) for k in range(3)] == [RUNNING[k] for k in range(3)]
+    assert not result.alone
 
 
 def test_a_stage_that_corrects_nobody_predicts_alone() -> None:
     """Only a stage with the objective residual was trained as a sum, wherever it stands."""
-    found = predicted(mixed("cross-entropy", "residual", "cross-entropy"))
-    assert found.kind == "last"
-    assert found.full == ((2, 1.0),)
-    assert found.exits == {0: ((0, 1.0),), 1: RUNNING[1], 2: ((2, 1.0),)}
-    found = predicted(mixed("residual", "cross-entropy", "residual"))
-    assert (found.kind, found.full) == ("sum", RUNNING[2])
-    assert found.after(1) == ((1, 1.0),)
+    result = predicted(mixed("cross-entropy", "residual", "cross-entropy"))
+    assert result.kind == "last"
+    assert result.full == ((2, 1.0),)
+    assert result.exits == {0: ((0, 1.0),), 1: RUNNING[1], 2: ((2, 1.0),)}
+    result = predicted(mixed("residual", "cross-entropy", "residual"))
+    assert (result.kind, result.full) == ("sum", RUNNING[2])
+    assert result.after(1) == ((1, 1.0),)
 
 
 def test_a_forest_predicts_by_the_mean_of_its_branches() -> None:
-    found = predicted(Topology.forest(["1,1", "2"]))
-    assert found == Prediction("pool", HALVES, {0: ((0, 1.0),), 1: ((1, 1.0),), 2: HALVES})
+    result = predicted(Topology.forest(["1,1", "2"]))
+    assert result == Prediction("pool", HALVES, {0: ((0, 1.0),), 1: ((1, 1.0),), 2: HALVES})
     three = predicted(Topology.forest(["1", "1", "1"]))
     assert three.full == tuple((k, 1 / 3) for k in range(3))
 
@@ -109,8 +109,8 @@ def test_stages_without_a_loss_have_no_say() -> None:
 
 
 def test_a_specialist_predicts_alone_and_its_base_as_before() -> None:
-    found = predicted(Topology.chain("1,1", objective="residual").with_specialist(1))
-    assert found == Prediction("last", ((2, 1.0),), {0: ((0, 1.0),), 1: RUNNING[1], 2: ((2, 1.0),)})
+    result = predicted(Topology.chain("1,1", objective="residual").with_specialist(1))
+    assert result == Prediction("last", ((2, 1.0),), {0: ((0, 1.0),), 1: RUNNING[1], 2: ((2, 1.0),)})
 
 
 @pytest.mark.parametrize("how", ["mean", (1.0, 3.0), "path:1"])
@@ -143,11 +143,11 @@ def test_what_may_be_asked_for(topology: Topology) -> None:
 
 def test_weights_are_shared_out_over_the_stages_so_far() -> None:
     """The whole weight is 4: an exit has all of it, whichever stages have run."""
-    found = predicted(replace(THREE, prediction=(0.0, 1.0, 3.0)))
-    assert found.kind == "pool"
-    assert found.full == found.after(2) == ((1, 1.0), (2, 3.0))
-    assert found.after(1) == ((1, 4.0),)
-    assert found.after(0) == ((0, 4.0),), "nothing that counts has run: the stage itself"
+    result = predicted(replace(THREE, prediction=(0.0, 1.0, 3.0)))
+    assert result.kind == "pool"
+    assert result.full == result.after(2) == ((1, 1.0), (2, 3.0))
+    assert result.after(1) == ((1, 4.0),)
+    assert result.after(0) == ((0, 4.0),), "nothing that counts has run: the stage itself"
     assert predicted(replace(THREE, prediction=(1.0, 1.0, 2.0))).after(1) == ((0, 2.0), (1, 2.0))
 
 
@@ -162,8 +162,8 @@ def test_a_path_runs_what_it_names() -> None:
 
 def test_a_path_through_residual_stages_adds_up_what_ran() -> None:
     chain = replace(Topology.chain("1,1,1", objective="residual"), prediction="path:1,3")
-    found = predicting_plan(Plan.of(chain, 3)).prediction
-    assert (found.kind, found.full) == ("sum", ((0, 1.0), (1, 1.0)))
+    result = predicting_plan(Plan.of(chain, 3)).prediction
+    assert (result.kind, result.full) == ("sum", ((0, 1.0), (1, 1.0)))
 
 
 @pytest.mark.parametrize(

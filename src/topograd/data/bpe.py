@@ -1,4 +1,4 @@
-"""Our own tokenizers: bytes, and byte pair encoding.
+"""Byte-level and BPE tokenizers.
 
 One class, two kinds. Both are byte-level: ids 0..255 are the bytes, and the last id is the separator
 `<|doc|>`, which stands before each document and is never made from text, even from text that spells it.
@@ -71,9 +71,8 @@ class BPETokenizer(Tokenizer):
     def train(cls, texts: Iterable[str], vocab: int) -> "BPETokenizer":
         """Learn merges until there are `vocab` ids, separator included; fewer, if no pair is seen twice."""
         if vocab < 257:
-            raise ConfigError(
-                f"a vocabulary of {vocab} is too small: 256 bytes and the separator need at least 257"
-            )
+            problem = f"a vocabulary of {vocab} is too small: 256 bytes and the separator need at least 257"
+            raise ConfigError(problem, setting="vocab", given=vocab)
         trainer = trainers.BpeTrainer(
             vocab_size=vocab - 1,
             min_frequency=2,
@@ -93,8 +92,7 @@ class BPETokenizer(Tokenizer):
     def encode(self, text: str, kind: TextKind = "document") -> list[int]:
         """The ids of `text`, the same for every kind."""
         check_kind(kind)
-        ids: list[int] = self.encode_batch([text])[0].tolist()
-        return ids
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text as a uint32 array. Long texts are encoded in parts, with the same result."""
@@ -107,10 +105,10 @@ class BPETokenizer(Tokenizer):
             else:
                 with ThreadPoolExecutor(os.cpu_count()) as pool:
                     arrays = list(pool.map(self._encode_part, [part for _, part in parts]))
-        found: list[list[np.ndarray]] = [[] for _ in texts]
+        encoded: list[list[np.ndarray]] = [[] for _ in texts]
         for (index, _), array in zip(parts, arrays, strict=True):
-            found[index].append(array)
-        return [np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for pieces in found]
+            encoded[index].append(array)
+        return [np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for pieces in encoded]
 
     def files(self) -> dict[str, str]:
         """One file; equal for equal tokenizers."""
@@ -124,25 +122,24 @@ class BPETokenizer(Tokenizer):
         return {FILE: dump_json(content) + "\n"}
 
     def to_hf(self) -> NoReturn:
-        """Refused: other programs do not know it."""
-        raise ConfigError(
-            "the tokenizer is one of this package, which no other program reads",
-            remedy="only imported models are exported: keep the run's folder",
-        )
+        """Raises ConfigError: other programs do not know it."""
+        problem = "the tokenizer is one of this package, which no other program reads"
+        remedy = "only imported models are exported: keep the run's folder"
+        raise ConfigError(problem, setting="tokenizer", given=self.kind, remedy=remedy)
 
     @classmethod
     def from_file(cls, path: Path, content: Any) -> "BPETokenizer":
         """The tokenizer that `save` wrote to `path`, given the file's content."""
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise _refused(path, "is not a tokenizer of this package")
+            raise _damaged(path, "is not a tokenizer of this package")
         if content.get("version") != _VERSION:
-            raise _refused(path, f"has format version {content.get('version')!r}, not {_VERSION}")
+            raise _damaged(path, f"has format version {content.get('version')!r}, not {_VERSION}")
         try:
             tokenizer = cls(tuple((int(left), int(right)) for left, right in content["merges"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _refused(path, "is damaged (bad merges)") from error
+            raise _damaged(path, "is damaged (bad merges)") from error
         if tokenizer.digest != content.get("digest"):
-            raise _refused(path, "is damaged (its digest does not fit its merges)")
+            raise _damaged(path, "is damaged (its digest does not fit its merges)")
         return tokenizer
 
     @cached_property
@@ -161,7 +158,8 @@ def _pieces(merges: Iterable[tuple[int, int]]) -> list[bytes]:
     known = set(pieces)
     for left, right in merges:
         if not (0 <= left < len(pieces) and 0 <= right < len(pieces)):
-            raise DataError(f"merge ({left}, {right}) joins a token that does not exist yet")
+            problem = f"merge ({left}, {right}) joins a token that does not exist yet"
+            raise DataError(problem, setting="merges", given=(left, right))
         joined = pieces[left] + pieces[right]
         if joined not in known:
             known.add(joined)
@@ -211,12 +209,12 @@ def _printable(piece: bytes) -> str:
 def _sample(texts: Sequence[str]) -> Iterator[str]:
     """Blocks of the texts, spaced evenly, about `_SAMPLE_CHARACTERS` in all (everything, if that is less)."""
     total = sum(len(text) for text in texts)
-    seen = kept = 0
+    seen = sampled = 0
     for text in texts:
         for start in range(0, len(text), _BLOCK_CHARACTERS):
             block = text[start : start + _BLOCK_CHARACTERS]
-            if kept * total <= seen * _SAMPLE_CHARACTERS:
-                kept += len(block)
+            if sampled * total <= seen * _SAMPLE_CHARACTERS:
+                sampled += len(block)
                 yield block
             seen += len(block)
 
@@ -234,5 +232,6 @@ def _checked(text: str) -> str:
     return text
 
 
-def _refused(path: Path, reason: str) -> DataError:
-    return DataError(f"tokenizer file {str(path)!r} {reason}: remove it, or give one that `save` wrote")
+def _damaged(path: Path, reason: str) -> DataError:
+    remedy = "remove it, or give one that `save` wrote"
+    return DataError(f"tokenizer file {str(path)!r} {reason}", setting="path", given=path, remedy=remedy)

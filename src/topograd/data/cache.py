@@ -1,13 +1,12 @@
-"""The cache of prepared corpora: which entries are in use, and which go when there are too many.
+"""The cache of prepared corpora: locks of entries in use, and pruning.
 
 An entry is a folder CACHE/shards/KEY, KEY 24 hexadecimal digits. The time of an entry's folder is when it was
-last used. A process that uses it holds a shared lock on the folder; whoever prunes takes an exclusive one
-first, and leaves the entry alone if it cannot. So what is in use stays, however old, and a lock never
-outlives its process.
+last used. A process that uses it holds a shared lock on the folder; pruning takes an exclusive one first,
+and skips the entry if it cannot. So entries in use stay, however old, and a lock never outlives its process.
 
     most        MAX_ENTRIES entries of MAX_BYTES together, MAX_TOKENIZERS tokenizers
 
-Every preparation prunes; what was not used for longest goes first. Nothing but entries is ever removed. On
+Every preparation prunes, the least recently used entries first. Nothing but entries is ever removed. On
 Windows there are no shared locks, but files that are mapped cannot be removed there.
 """
 
@@ -37,14 +36,15 @@ def default_cache() -> Path:
     try:
         return Path.home() / ".cache" / "topograd"
     except RuntimeError as error:
-        raise DataError("there is no home directory for the cache: set XDG_CACHE_HOME") from error
+        problem = "there is no home directory for the cache"
+        raise DataError(problem, setting="XDG_CACHE_HOME", remedy="set XDG_CACHE_HOME") from error
 
 
 def warn_unusable(cache: Path, problem: OSError) -> None:
-    """One line on stderr: the work goes on, only slower the next time."""
+    """One line on stderr: the work continues without a cache."""
     reason = problem.strerror or problem
     logging.getLogger("topograd").warning(
-        "topograd: the cache %s cannot be written (%s); going on without it", cache, reason
+        "topograd: the cache %s cannot be written (%s); continuing without it", cache, reason
     )
 
 
@@ -106,13 +106,13 @@ def cache_size(cache: Path) -> tuple[int, int]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    found = []
+    entries = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if _KEY.fullmatch(path.stem):
                 with contextlib.suppress(OSError):  # another process has just removed it
-                    found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found, reverse=True)]
+                    entries.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(entries, reverse=True)]
 
 
 def _size(path: Path) -> int:
@@ -128,7 +128,7 @@ def _size(path: Path) -> int:
 
 
 def _remove(entry: Path) -> bool:
-    """Remove an entry that nobody uses; False if somebody does."""
+    """Remove an entry that is not in use; False if it is."""
     try:
         descriptor = os.open(entry, os.O_RDONLY) if os.name == "posix" else None
     except OSError:

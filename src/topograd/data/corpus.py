@@ -1,6 +1,6 @@
-"""Corpora: the text that a model learns from, and the text that it is judged on.
+"""Corpora: training and held-out documents.
 
-A corpus is a list of named documents, read where it lies and never downloaded. It comes from
+A corpus is a list of named documents, read from the disk and never downloaded. It comes from
 
 - nothing: the embedded corpus, which is the standard library of the Python that runs the program
   (its sources, and one document for each topic of the language reference in `pydoc_data`);
@@ -29,10 +29,10 @@ from topograd.files import read_bytes
 
 HELDOUT_SHARE = 0.05
 """The expected share of documents that are held out."""
-MINIMUM_BYTES = 256
-"""A corpus with less text than this is refused: a tenth of it would judge nothing."""
-MAXIMUM_FILE_BYTES = 2**30
-"""A larger file is refused, since a corpus is held in memory whole."""
+MIN_BYTES = 256
+"""The least text of a corpus: a tenth of it is held out."""
+MAX_FILE_BYTES = 2**30
+"""The largest file, since a corpus is held in memory whole."""
 
 # Below the standard library: what is not part of it, what tests it, and what a machine wrote.
 _FOREIGN = frozenset(
@@ -70,13 +70,20 @@ def read_corpus(path: Path | str | None) -> Corpus:
     if path is not None and not str(path).strip():
         raise DataError(
             f"the data path is empty ({str(path)!r}): give a file or a directory, or leave it out for the "
-            "embedded corpus"
+            "embedded corpus",
+            setting="path",
+            given=path,
         )
-    name, documents, skipped = _read_embedded() if path is None else _read_path(Path(path))
+    skipped: list[str] = []
+    if path is None:
+        name, documents = f"python-{platform.python_version()}-stdlib", embedded_documents()
+    else:
+        name, documents, skipped = _read_path(Path(path))
     size = sum(len(document.text.encode()) for document in documents)
-    if size < MINIMUM_BYTES:
+    if size < MIN_BYTES:
         what = "is empty" if size == 0 else f"is too short: it holds {size} bytes of text"
-        raise DataError(f"corpus {name!r} {what}, at least {MINIMUM_BYTES} are needed: give a longer text")
+        problem = f"corpus {name!r} {what}, at least {MIN_BYTES} are needed"
+        raise DataError(problem, setting="path", given=path, remedy="give a longer text")
     train, heldout = split_documents(documents)
     return Corpus(name, train, heldout, digest_documents(documents), tuple(skipped))
 
@@ -90,7 +97,10 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
     at a line break where there is one among the tenth before it.
     """
     if len(documents) == 1:
-        return _cut_document(documents[0])
+        name, text = documents[0].name, documents[0].text
+        tenth = len(text) * 9 // 10
+        cut = text.rfind("\n", len(text) * 8 // 10, tenth) + 1 or tenth
+        return [Document(name, text[:cut])], [Document(name, text[cut:])]
     half = sum(len(document.text) for document in documents) / 2
     hashes = [_hash(document.name) for document in documents]
     chosen = {i for i, value in enumerate(hashes) if value < HELDOUT_SHARE}
@@ -119,7 +129,11 @@ def embedded_documents() -> list[Document]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = list(_reference_topics())
-    for file in _files_below(root, _is_foreign) if root.is_dir() else []:
+
+    def skipped(name: str) -> bool:
+        return name in _FOREIGN or name in _TESTS or name.startswith(("config-", "_sysconfigdata"))
+
+    for file in _files_below(root, skipped) if root.is_dir() else []:
         name = file.relative_to(root).as_posix()
         if file.suffix == ".py" and name not in _GENERATED_FILES:
             text, _ = _decode(_read_bytes(file))
@@ -129,16 +143,9 @@ def embedded_documents() -> list[Document]:
             if text and not is_character_map:
                 documents.append(Document(name, text))
     if not documents:
-        raise DataError(f"this Python has no library sources in {str(root)!r}: give a data path instead")
+        problem = f"this Python has no library sources in {str(root)!r}"
+        raise DataError(problem, setting="path", remedy="give a data path instead")
     return sorted(documents, key=lambda document: document.name)
-
-
-def _read_embedded() -> tuple[str, list[Document], list[str]]:
-    return f"python-{platform.python_version()}-stdlib", embedded_documents(), []
-
-
-def _is_foreign(name: str) -> bool:
-    return name in _FOREIGN or name in _TESTS or name.startswith(("config-", "_sysconfigdata"))
 
 
 def _reference_topics() -> Iterator[Document]:
@@ -162,13 +169,15 @@ def _read_path(path: Path) -> tuple[str, list[Document], list[str]]:
     if is_file:
         text, reason = _decode(_read_bytes(path))
         if reason:
-            raise DataError(f"{str(path)!r} is {reason}: give a UTF-8 text or .jsonl file")
+            problem, remedy = f"{str(path)!r} is {reason}", "give a UTF-8 text or .jsonl file"
+            raise DataError(problem, setting="path", given=path, remedy=remedy)
         return name, _documents_of(name, text, path), []
     if is_directory:
         documents, skipped = _read_directory(path)
         return name, documents, skipped
     what = "is neither a file nor a directory" if exists else "does not exist"
-    raise DataError(f"data path {str(path)!r} {what}: give a text file, a .jsonl file or a directory of them")
+    remedy = "give a text file, a .jsonl file or a directory of them"
+    raise DataError(f"data path {str(path)!r} {what}", setting="path", given=path, remedy=remedy)
 
 
 def _read_directory(root: Path) -> tuple[list[Document], list[str]]:
@@ -194,20 +203,20 @@ def _files_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename or root), error) from error
 
-    found: list[Path] = []
+    every: list[Path] = []
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not skip(name)]
         files = (Path(folder, name) for name in names if not skip(name))
-        found.extend(file for file in files if file.is_file())
+        every.extend(file for file in files if file.is_file())
     base = root.resolve()
     seen: set[Path] = set()
-    kept = []
-    for file in sorted(found, key=lambda f: (f.is_symlink(), f.as_posix())):
+    unique = []
+    for file in sorted(every, key=lambda f: (f.is_symlink(), f.as_posix())):
         target = file.resolve()
         if target not in seen and (not file.is_symlink() or target.is_relative_to(base)):
             seen.add(target)
-            kept.append(file)
-    return sorted(kept, key=lambda file: file.relative_to(root).as_posix())
+            unique.append(file)
+    return sorted(unique, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _documents_of(name: str, text: str, path: Path) -> list[Document]:
@@ -226,28 +235,29 @@ def _text_of_line(line: str, number: int, path: Path) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{str(path)!r}, line {number} is not JSON ({error}): mend or remove it") from error
+        raise _bad_line(path, number, f"is not JSON ({error})") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{str(path)!r}, line {number} has no text: each line is an object {{"text": "..."}}')
+        raise _bad_line(path, number, "has no text", 'each line is an object {"text": "..."}')
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{str(path)!r}, line {number} has half a surrogate pair: mend or remove it"
-        ) from error
+        raise _bad_line(path, number, "has half a surrogate pair") from error
     return text
+
+
+def _bad_line(path: Path, number: int, problem: str, remedy: str = "correct or remove it") -> DataError:
+    return DataError(f"{str(path)!r}, line {number} {problem}", setting="path", given=path, remedy=remedy)
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
         size = path.stat().st_size
-        if size > MAXIMUM_FILE_BYTES:
+        if size > MAX_FILE_BYTES:
             gib = size / 2**30
-            raise DataError(
-                f"{str(path)!r} has {gib:.1f} GiB, at most 1 is read from one file: split it into parts"
-            )
-        return read_bytes(path, MAXIMUM_FILE_BYTES)
+            problem = f"{str(path)!r} has {gib:.1f} GiB, at most 1 is read from one file"
+            raise DataError(problem, setting="path", given=path, remedy="split it into parts")
+        return read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -264,14 +274,8 @@ def _decode(content: bytes) -> tuple[str, str]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return DataError(f"cannot read {str(path)!r} ({reason}): give a readable file or directory")
-
-
-def _cut_document(document: Document) -> tuple[list[Document], list[Document]]:
-    text = document.text
-    tenth = len(text) * 9 // 10
-    cut = text.rfind("\n", len(text) * 8 // 10, tenth) + 1 or tenth
-    return [Document(document.name, text[:cut])], [Document(document.name, text[cut:])]
+    remedy = "give a readable file or directory"
+    return DataError(f"cannot read {str(path)!r} ({reason})", setting="path", given=path, remedy=remedy)
 
 
 def _name_bytes(name: str) -> bytes:

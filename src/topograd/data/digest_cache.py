@@ -1,12 +1,12 @@
-"""The SHA-256 of large files, computed once and remembered as long as the file is the same.
+"""A cache of SHA-256 digests of large files.
 
     CACHE/hashes/KEY.json     KEY of the file's path: device, inode, size, times of content and inode, SHA-256
 
-A file counts as the same while all of these are what they were when it was hashed. Whoever changes a byte
-changes the time of the content, and whoever sets that back changes the time of the inode, which no call sets
-(on Windows it is the time of creation, so that there only the first is watched). A clock ticks coarsely: a
-file that was touched within the last SETTLED seconds is hashed, and not remembered yet. What this cannot see
-is a disk that loses bits by itself: `forget` or an empty cache brings the full check back.
+A file counts as unchanged while all of these are what they were when it was hashed. A write changes the time
+of the content; setting that back changes the time of the inode, which no call sets (on Windows it is the time
+of creation, so only the first is checked there). Clocks are coarse: a file that changed within the last
+SETTLED seconds is hashed, and not cached yet. Bits that a disk loses are not seen: `forget` or an empty cache
+forces the full check.
 
 Cost: a stat and a small file instead of reading everything; SHA-256 takes about a second for a gigabyte.
 """
@@ -24,8 +24,8 @@ from topograd.data.cache import default_cache
 from topograd.errors import DataError
 from topograd.files import read_json, sha256, write_json
 
-MOST = 256
-"""Files that are remembered; those that were hashed longest ago are forgotten first."""
+MAX_ENTRIES = 256
+"""Cached digests; the oldest are dropped first."""
 SETTLED = 2.0
 
 
@@ -33,15 +33,18 @@ def remembered_sha256(path: Path) -> str:
     """The SHA-256 of a file, read from the cache where the file has not changed since."""
     before = _identity(path)
     entry = _entry(path)
-    if entry is not None and (found := _known(entry, before)) is not None:
-        return found
+    if entry is not None and (known := _known(entry, before)) is not None:
+        return known
     digest = sha256(path)
     settled = time.time() - max(before["content"], before["inode_time"]) / 1e9 > SETTLED
     if entry is not None and settled and _identity(path) == before:
         with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
             entry.parent.mkdir(parents=True, exist_ok=True)
             write_json(entry, {**before, "sha256": digest})
-            _prune(entry.parent)
+            entries = sorted(entry.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for old in entries[:-MAX_ENTRIES]:
+                with contextlib.suppress(OSError):
+                    old.unlink()
     return digest
 
 
@@ -54,14 +57,14 @@ def forget(path: Path) -> None:
 
 
 def _identity(path: Path) -> dict[str, Any]:
-    found = os.stat(path)
+    status = os.stat(path)
     return {
         "path": str(path.absolute()),
-        "device": found.st_dev,
-        "inode": found.st_ino,
-        "size": found.st_size,
-        "content": found.st_mtime_ns,
-        "inode_time": found.st_ctime_ns,
+        "device": status.st_dev,
+        "inode": status.st_ino,
+        "size": status.st_size,
+        "content": status.st_mtime_ns,
+        "inode_time": status.st_ctime_ns,
     }
 
 
@@ -75,15 +78,8 @@ def _entry(path: Path) -> Path | None:
 
 def _known(entry: Path, identity: dict[str, Any]) -> str | None:
     with contextlib.suppress(DataError):  # a cache that cannot be read only costs time
-        kept = read_json(entry, DataError)
-        digest = kept.pop("sha256", None) if isinstance(kept, dict) else None
-        if kept == identity and isinstance(digest, str):
+        cached = read_json(entry, DataError)
+        digest = cached.pop("sha256", None) if isinstance(cached, dict) else None
+        if cached == identity and isinstance(digest, str):
             return digest
     return None
-
-
-def _prune(folder: Path) -> None:
-    entries = sorted(folder.glob("*.json"), key=lambda entry: entry.stat().st_mtime)
-    for entry in entries[:-MOST]:
-        with contextlib.suppress(OSError):
-            entry.unlink()

@@ -1,7 +1,7 @@
-"""Tokenizers of other people's models: Hugging Face's tokenizer.json, run by the `tokenizers` library.
+"""Hugging Face tokenizers: tokenizer.json, run by the `tokenizers` library.
 
-Its file is the given tokenizer.json, byte for byte; what that file does not say (which token ends a text,
-whether one is put before it, the chat template) is in tokenizer_config.json, which is read and saved beside
+Its file is the given tokenizer.json, byte for byte; the rest (which token ends a text, whether one
+is put before it, the chat template) is in tokenizer_config.json, which is read and saved beside
 it where there is one. A chat_template.jinja, where transformers keeps the template today, is read too and
 wins.
 
@@ -77,9 +77,9 @@ class HFTokenizer(Tokenizer):
 
     @property
     def declared_ends(self) -> list[int]:
-        """The ids that the model itself says it ends with, which a tokenizer does not know (`load`)."""
-        given = self.config.get("stop_token_ids")
-        return [i for i in given if type(i) is int] if isinstance(given, list) else []
+        """The stop tokens of the model's own settings, which a tokenizer does not know (`load`)."""
+        ids = self.config.get("stop_token_ids")
+        return [i for i in ids if type(i) is int] if isinstance(ids, list) else []
 
     @cached_property
     def digest(self) -> str:
@@ -104,9 +104,9 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
-        given = [int(i) for i in ids]
-        text = super().decode(given)
-        first = next((i for i in given if 0 <= i < self.vocab and self.pieces[i]), None)
+        numbers = [int(i) for i in ids]
+        text = super().decode(numbers)
+        first = next((i for i in numbers if 0 <= i < self.vocab and self.pieces[i]), None)
         return text if first is None else self._decoder.begin(text, str(self._prompts.id_to_token(first)))
 
     def files(self) -> dict[str, str]:
@@ -122,13 +122,14 @@ class HFTokenizer(Tokenizer):
     def load(cls, path: Path, stop_token_ids: Sequence[int] = ()) -> "HFTokenizer":
         """Read a tokenizer.json, and the config and the chat template beside it if they are there.
 
-        `stop_token_ids` are what the model's own settings say that a text ends with.
+        `stop_token_ids` are the stop tokens of the model's own settings.
         """
         text = _read(path)
         beside, template = path.with_name(CONFIG_FILE), path.with_name(TEMPLATE_FILE)
         config = read_json(beside, DataError) if beside.is_file() else {}
         if not isinstance(config, dict):
-            raise DataError(f"{beside} is damaged, it holds no JSON object", remedy="restore it or remove it")
+            problem, remedy = f"{beside} is damaged, it holds no JSON object", "restore it or remove it"
+            raise DataError(problem, setting="path", given=beside, remedy=remedy)
         if template.is_file():
             config |= {"chat_template": _read(template)}
         if stop_token_ids:
@@ -151,42 +152,41 @@ class HFTokenizer(Tokenizer):
         """What the tokenizer itself puts before a text, or else what ends one."""
         before = [i for i in self.start_tokens[:1] if i in special.values()]
         bos = [self.special_ids["bos"]] if "bos" in self.special_ids else []
-        found = next(iter([*before, *ends, *bos, *special.values()]), None)
-        if found is None:
-            raise _refused("it has no special token that could stand between documents")
-        return found
+        separator = next(iter([*before, *ends, *bos, *special.values()]), None)
+        if separator is None:
+            raise _unusable("it has no special token that could stand between documents")
+        return separator
 
 
 def _read(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise DataError(f"{path} has more than {_MAX_BYTES} bytes: that is no {path.name}")
+            problem = f"{path} has more than {_MAX_BYTES} bytes: that is no {path.name}"
+            raise DataError(problem, setting="path", given=path)
         return read_bytes(path).decode()
     except OSError as problem:
-        raise DataError(f"{path} cannot be read ({problem.strerror})", remedy=f"give a {path.name}") from None
+        text, remedy = f"{path} cannot be read ({problem.strerror})", f"give a {path.name}"
+        raise DataError(text, setting="path", given=path, remedy=remedy) from None
     except UnicodeDecodeError:
-        raise DataError(
-            f"{path} cannot be used: it is not UTF-8", remedy=f"give another {path.name}"
-        ) from None
+        raise DataError(setting="path", given=path, allowed=f"a {path.name} in UTF-8") from None
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add: bool = False) -> list[int]:
     utf8(text)
     with _library():
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add)
-    ids: list[int] = encoding.ids
-    return ids
+    return encoding.ids
 
 
 @contextmanager
 def _library() -> Iterator[None]:
-    """What the library says of a damaged file as one line; it panics on some, which is no Exception."""
+    """Errors of the library as one line; it panics on some files, which is no Exception."""
     try:
         yield
     except BaseException as problem:
         if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
             raise
-        raise _refused(" ".join(str(problem).split())[:200]) from None
+        raise _unusable(" ".join(str(problem).split())[:200]) from None
 
 
 def is_tokenizer_json(content: object) -> bool:
@@ -195,7 +195,7 @@ def is_tokenizer_json(content: object) -> bool:
 
 
 class _Decoder:
-    """What a tokenizer.json's decoder does to each token: text replacements, and bytes of one kind."""
+    """The decoder of a tokenizer.json: text replacements, and bytes of one kind."""
 
     def __init__(self, content: Any) -> None:
         self._strip = 0
@@ -208,8 +208,8 @@ class _Decoder:
 
     def piece(self, token: str) -> bytes:
         if self._bytes == "ByteLevel":
-            found = bytes_of(token)
-            return token.encode() if found is None else found
+            content = bytes_of(token)
+            return token.encode() if content is None else content
         for old, new in self._replace:
             token = token.replace(old, new)
         if self._bytes == "ByteFallback" and (match := _BYTE_TOKEN.fullmatch(token)):
@@ -234,7 +234,7 @@ class _Decoder:
             self._replace.append((step["replacement"], " "))
             self._mark = step["replacement"] if step.get("prepend_scheme", "always") != "never" else ""
         elif kind != "Fuse":
-            raise _refused(f"its decoder {kind} does not take each token by itself")
+            raise _unusable(f"its decoder {kind} does not take each token by itself")
 
 
 def _kind(step: Any) -> str:
@@ -246,7 +246,7 @@ def _pieces(tokenizer: tokenizers.Tokenizer, decoder: _Decoder) -> tuple[bytes, 
     tokens = tokenizer.get_vocab(with_added_tokens=True)
     last = max(tokens.values(), default=-1)
     if not 0 <= last < MAX_TOKENS:
-        raise _refused(f"its ids go up to {last}; at least one and at most {MAX_TOKENS} ids are allowed")
+        raise _unusable(f"its ids go up to {last}; at least one and at most {MAX_TOKENS} ids are allowed")
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     pieces = [b""] * (last + 1)
     for token, i in tokens.items():
@@ -279,21 +279,23 @@ def _processor(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> pr
 
 def _token(config: Mapping[str, Any], role: str) -> str | None:
     """The text of the token with a role: given as such, or as the content of a table."""
-    given = config.get(f"{role}_token")
-    content = given.get("content") if isinstance(given, dict) else given
+    entry = config.get(f"{role}_token")
+    content = entry.get("content") if isinstance(entry, dict) else entry
     return content if isinstance(content, str) else None
 
 
 def _template(config: Mapping[str, Any]) -> str | None:
     """The chat template, which may be one of several by name."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    return template if isinstance(template, str) else None
 
 
-def _refused(reason: str) -> DataError:
+def _unusable(reason: str) -> DataError:
     return DataError(
-        f"this tokenizer.json cannot be used: {reason}", remedy="give one of a byte-level or ▁ tokenizer"
+        f"this tokenizer.json cannot be used: {reason}",
+        setting="tokenizer",
+        remedy="give one of a byte-level or ▁ tokenizer",
     )

@@ -1,8 +1,8 @@
-"""The loader: an endless, deterministic sequence of batches that can be continued from any place.
+"""The text loader: an endless, deterministic sequence of batches that can resume anywhere.
 
-Epoch e packs the corpus anew and shuffles the rows, both with a generator seeded by (seed, e). A batch is
-the next `batch` rows; it may begin in one epoch and end in the next. The position, epoch and row, says all:
-after `seek` to it, the batches are those that would have come.
+Epoch e packs the corpus anew and shuffles the sequences, both with a generator seeded by (seed, e). A batch
+is the next `batch` sequences; it may begin in one epoch and end in the next. The position is the epoch and
+the index of the sequence: after `seek` to it, the batches are the same.
 
 Cost. A batch copies its tokens out of the shards, some microseconds for each segment. The first batch of an
 epoch also packs it.
@@ -27,25 +27,26 @@ class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
 
     def __init__(self, shards: Shards, context: int, batch: int, seed: int) -> None:
         if context < 1 or batch < 1 or seed < 0:
-            raise ConfigError(
-                f"context {context} and batch {batch} must be at least 1, seed {seed} at least 0"
-            )
+            bounds = (("context", context, 1), ("batch", batch, 1), ("seed", seed, 0))
+            name, given, least = next(bound for bound in bounds if bound[1] < bound[2])
+            raise ConfigError(setting=name, given=given, allowed=f"at least {least}")
         if shards.tokens - 1 < context and shards.learned is None:  # a few conversations are padded
-            raise DataError(
-                f"the training text has {shards.tokens} tokens, too short for one row of {context + 1}: "
-                "give more text or a shorter context"
+            problem = (
+                f"the training text has {shards.tokens} tokens, too short for one sequence of {context + 1}"
             )
+            remedy = "give more text or a shorter context"
+            raise DataError(problem, setting="context", given=context, remedy=remedy)
         self.shards, self.context, self.batch, self.seed = shards, context, batch, seed
         self._start_epoch(0)
 
     @property
     def position(self) -> dict[str, int]:
-        """Where the next batch starts; JSON-able."""
+        """The start of the next batch; JSON-able."""
         return {"epoch": self._epoch, "row": self._row}
 
     @property
     def rows(self) -> int:
-        """The number of rows of the current epoch."""
+        """The number of sequences of the current epoch."""
         return len(self._packed)
 
     @property
@@ -57,19 +58,21 @@ class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
         """Continue from a `position`, of this loader or of one with the same shards and settings."""
         epoch, row = position.get("epoch"), position.get("row")
         if type(epoch) is not int or type(row) is not int or epoch < 0 or row < 0:
-            raise DataError(f"loader position {position!r} is not of the form {{'epoch': 0, 'row': 0}}")
+            problem = f"loader position {position!r} is not of the form {{'epoch': 0, 'row': 0}}"
+            raise DataError(problem, setting="position", given=position)
         packed, order = _shuffled_epoch(self.shards, self.context, self.seed, epoch)
         if row > len(packed):
-            raise DataError(f"loader position {position!r} lies behind the last of {len(packed)} rows")
+            problem = f"loader position {position!r} lies behind the last of {len(packed)} sequences"
+            raise DataError(problem, setting="position", given=position)
         self._epoch, self._row, self._packed, self._order = epoch, row, packed, order
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = np.full((self.batch, self.context), self.shards.separator, dtype=np.int64)
         targets = np.full((self.batch, self.context), IGNORED, dtype=np.int64)
-        for line in range(self.batch):
+        for index in range(self.batch):
             if self._row == self.rows:
                 self._start_epoch(self._epoch + 1)
-            self._fill(self._order[self._row], inputs[line], targets[line])
+            self._fill(self._order[self._row], inputs[index], targets[index])
             self._row += 1
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 

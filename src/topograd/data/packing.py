@@ -1,4 +1,4 @@
-"""Best-fit packing: every token of the corpus into rows of one length, each a target once.
+"""Best-fit packing of documents into sequences of one length.
 
 Statement. Shards are one stream  s D_0 s D_1 s ... s D_{n-1} s  (s the separator). A row has C = `length` - 1
 positions; a position has an input and a target, its successor in the stream. A *segment* (start, count)
@@ -38,10 +38,10 @@ from topograd.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one epoch, as segments of the stream."""
+    """The sequences of one epoch, as segments of the token array."""
 
     length: int
-    """Tokens in a row: one more than its positions."""
+    """Tokens in a sequence: one more than its positions."""
     starts: np.ndarray
     counts: np.ndarray
     first: np.ndarray
@@ -62,9 +62,8 @@ def pack(offsets: np.ndarray, length: int, generator: np.random.Generator) -> Ro
     """
     context = length - 1
     if context < 1:
-        raise DataError(
-            f"a row of {length} tokens is too short: it needs at least 2, an input and its target"
-        )
+        problem = f"a sequence of {length} tokens is too short: it needs at least 2, an input and its target"
+        raise DataError(problem, setting="length", given=length)
     offsets = np.asarray(offsets, dtype=np.int64)
     full, starts, counts = cut_documents(offsets, context, generator)
     order = np.argsort(-counts, kind="stable")

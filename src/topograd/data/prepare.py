@@ -1,12 +1,12 @@
-"""Preparation: from a data path to a tokenizer and two folders of shards, kept in a cache.
+"""Preparation of a corpus: its tokenizer and two folders of shards, in a cache.
 
     CACHE/tokenizers/KEY.json           KEY of the corpus and the tokenizer's settings
     CACHE/shards/KEY/train, heldout     KEY of the corpus and the tokenizer itself
 
-Keys are digests, so changed text or settings lead to another entry and never to a wrong one. An entry that
-is damaged, be it by one bit, is built again. The corpus is read each time, which is how its digest is known.
-Where the cache cannot be written, one line says so and everything stays in memory; `cache.py` keeps it within
-bounds.
+Keys are digests, so changed text or settings lead to another entry and never to a wrong one. An entry that is
+damaged, be it by one bit, is built again. The corpus is read each time, which is how its digest is known.
+Where the cache cannot be written, a warning is logged and everything stays in memory; `cache.py` keeps it
+within bounds.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _BATCH_CHARACTERS = 2**23
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a training run needs to know of its data. `digest` is that of the corpus."""
+    """The prepared data of a training run. `digest` is that of the corpus."""
 
     tokenizer: Tokenizer
     train: Shards
@@ -62,7 +62,8 @@ def prepare(
     ~/.cache/topograd.
     """
     if tokenizer is None and tokenizer_kind not in ("bytes", "bpe"):
-        raise ConfigError(f"tokenizer {tokenizer_kind!r} does not exist: choose 'bytes' or 'bpe'")
+        problem = f"tokenizer {tokenizer_kind!r} does not exist: choose 'bytes' or 'bpe'"
+        raise ConfigError(problem, setting="tokenizer_kind", given=tokenizer_kind)
     cache = default_cache() if cache is None else cache
     corpus = read_corpus(path)
     problems: list[OSError] = []

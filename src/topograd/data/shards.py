@@ -1,6 +1,6 @@
-"""Shards: the tokens of a corpus in files that are mapped into memory, not read.
+"""Shards: the tokens of a corpus in memory-mapped files.
 
-A folder holds one stream of tokens
+A folder holds one sequence of tokens
 
     s D_0 s D_1 s ... s D_{n-1} s          s the separator, D_i the tokens of document i
 
@@ -13,8 +13,8 @@ offsets[i] + 1 to offsets[i + 1].
     tokens-00000.bin    uint16 (uint32 above 65536 ids), little-endian; tokens-00001.bin, ...
 
 The folder is written under another name beside its place and then renamed, so a kill leaves nothing or all
-of it there. Of two processes that write the same folder at once, the second finds the first one's and keeps
-it if it is the same, or else puts its own in the place.
+of it there. Of two processes that write the same folder at once, the second keeps the first one's if it is
+the same, and replaces it otherwise.
 
 Cost. Opening checks names, sizes and offsets, and reads all tokens once for their SHA-256: about a second for
 a gigabyte, less than reading the corpus takes.
@@ -29,7 +29,6 @@ import shutil
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,7 +77,7 @@ class Shards:
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Positions start..stop-1 of the stream: a view where one file holds them all, else a copy."""
         if not 0 <= start <= stop <= self.tokens:
-            raise DataError(f"slice {start}:{stop} is not within the stream of {self.tokens} tokens")
+            raise DataError(f"slice {start}:{stop} is not within {self.tokens} tokens", setting="slice")
         first, last = start // self.shard_tokens, max(start, stop - 1) // self.shard_tokens
         if first == last < len(self.files):
             base = first * self.shard_tokens
@@ -99,12 +98,12 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path) -> "Shards":
-        """Open what `write_shards` wrote; refuse, by name, what is missing, truncated or foreign."""
+        """Open a folder of `write_shards`; a missing, truncated or foreign file raises DataError."""
         manifest = _read_manifest(folder)
         vocab, separator, tokens, documents, shard_tokens = _checked_counts(folder, manifest)
         offsets = _map_file(folder / _OFFSETS, np.dtype("<i8"), documents + 1)
         if offsets[0] != 0 or offsets[-1] != tokens - 1 or (np.diff(offsets) < 1).any():
-            raise _refused(folder / _OFFSETS, "is damaged (its positions do not rise from 0 to the end)")
+            raise _damaged(folder / _OFFSETS, "is damaged (its positions do not rise from 0 to the end)")
         files = []
         for index, name in enumerate(manifest["files"]):
             count = min(shard_tokens, tokens - index * shard_tokens)
@@ -113,7 +112,7 @@ class Shards:
         for content in (*files, offsets):
             digest.update(content.data)
         if digest.hexdigest() != manifest.get("sha256"):
-            raise _refused(folder / _MANIFEST, "has the SHA-256 of other tokens than those beside it")
+            raise _damaged(folder / _MANIFEST, "has the SHA-256 of other tokens than those beside it")
         return cls(folder, vocab, separator, shard_tokens, manifest["meta"], offsets, tuple(files))
 
 
@@ -132,7 +131,9 @@ def write_shards(
     of tokens and offsets), and are replaced if not. A folder with anything else in it is an error.
     """
     if not 0 <= separator < vocab or shard_tokens < 1:
-        raise DataError(f"separator {separator} must be in 0..{vocab - 1}, and shard_tokens at least 1")
+        name, given = ("shard_tokens", shard_tokens) if shard_tokens < 1 else ("separator", separator)
+        allowed = "at least 1" if shard_tokens < 1 else f"in 0..{vocab - 1}"
+        raise DataError(setting=name, given=given, allowed=allowed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(folder)
     temporary.mkdir()
@@ -162,7 +163,7 @@ def write_shards(
 def shards_in_memory(
     documents_tokens: Iterable[Sequence[int] | np.ndarray], vocab: int, *, separator: int, **meta: Any
 ) -> Shards:
-    """The same stream without a folder, for a machine where nothing can be written."""
+    """The same tokens in memory alone, where no folder can be written."""
     dtype = _dtype(vocab)
     separators = np.array([separator], dtype=dtype)
     parts, positions = [separators], [0]
@@ -177,15 +178,17 @@ def shards_in_memory(
 
 def _checked(documents_tokens: Iterable[Sequence[int] | np.ndarray], vocab: int) -> Iterator[np.ndarray]:
     """Every document as an array; one at least, and no token beyond the vocabulary."""
-    found = False
+    empty = True
     for document in documents_tokens:
         tokens = np.asarray(document)
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab):
-            raise DataError(f"tokens {tokens.min()} to {tokens.max()} are not within 0..{vocab - 1}")
-        found = True
+            problem = f"tokens {tokens.min()} to {tokens.max()} are not within 0..{vocab - 1}"
+            raise DataError(problem, setting="documents_tokens")
+        empty = False
         yield tokens
-    if not found:
-        raise DataError("there are no documents to write: give at least one")
+    if empty:
+        problem = "there are no documents to write"
+        raise DataError(problem, setting="documents_tokens", remedy="give at least one")
 
 
 class _StreamWriter:
@@ -235,12 +238,14 @@ def _write(path: Path, content: bytes) -> None:
 
 def _move_into_place(temporary: Path, folder: Path) -> Shards:
     """Give `temporary` the name `folder`, unless the same shards have it. Writers take turns."""
-    with _turn(folder):
+    with folder.with_name(f".{folder.name}.lock").open("wb") as lock:
+        lock_file(lock.fileno(), wait=True)  # the system frees it when its holder ends, however it ends
         if _same(temporary, folder):
             return Shards.open(folder)
         if folder.exists():
             if not folder.is_dir() or not all(_OUR_FILES.fullmatch(file.name) for file in folder.iterdir()):
-                raise DataError(f"{str(folder)!r} is there and is no folder of shards: give another place")
+                problem, remedy = f"{str(folder)!r} exists and is no folder of shards", "give another folder"
+                raise DataError(problem, setting="folder", given=folder, remedy=remedy)
             aside = beside(folder)
             os.rename(folder, aside)
             os.rename(temporary, folder)
@@ -261,16 +266,8 @@ def _same(new: Path, old: Path) -> bool:
         return False
 
 
-@contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Wait for the lock on this folder's name; the system frees it when its holder ends, however it ends."""
-    with folder.with_name(f".{folder.name}.lock").open("wb") as lock:
-        lock_file(lock.fileno(), wait=True)
-        yield
-
-
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove those of the folders, left by processes that were killed, that are older than a day."""
+    """Remove the folders of killed processes that are older than a day."""
     for left in folders:
         try:
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -280,7 +277,7 @@ def remove_abandoned(folders: Iterable[Path]) -> None:
 
 
 def beside(folder: Path) -> Path:
-    """A new hidden name beside a folder, for what is not in its place yet, or any more."""
+    """A new hidden name beside a folder, for temporary content."""
     return folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
 
 
@@ -296,9 +293,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
     manifest = read_json(path, DataError)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise _refused(path, "does not describe shards of this package")
+        raise _damaged(path, "does not describe shards of this package")
     if manifest.get("version") != _VERSION:
-        raise _refused(path, f"has format version {manifest.get('version')!r}, not {_VERSION}")
+        raise _damaged(path, f"has format version {manifest.get('version')!r}, not {_VERSION}")
     return manifest
 
 
@@ -314,20 +311,21 @@ def _checked_counts(folder: Path, manifest: dict[str, Any]) -> tuple[int, int, i
         fits = fits and isinstance(files, list) and len(files) == -(-tokens // shard_tokens)
         if fits and files == [_file_name(index) for index in range(len(files))]:
             return vocab, separator, tokens, documents, shard_tokens
-    raise _refused(folder / _MANIFEST, "is damaged (entries that do not fit together)")
+    raise _damaged(folder / _MANIFEST, "is damaged (entries that do not fit together)")
 
 
 def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     try:
         size = path.stat().st_size
         if size != count * dtype.itemsize:
-            raise _refused(path, f"has {size} bytes instead of {count * dtype.itemsize}")
+            raise _damaged(path, f"has {size} bytes instead of {count * dtype.itemsize}")
         return np.memmap(path, dtype=dtype, mode="r", shape=(count,)).view(np.ndarray)
     except OSError as error:
-        raise _refused(
+        raise _damaged(
             path, "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
         ) from error
 
 
-def _refused(path: Path, reason: str) -> DataError:
-    return DataError(f"shard file {str(path)!r} {reason}: remove its folder and prepare the data again")
+def _damaged(path: Path, reason: str) -> DataError:
+    remedy = "remove its folder and prepare the data again"
+    return DataError(f"shard file {str(path)!r} {reason}", setting="path", given=path, remedy=remedy)

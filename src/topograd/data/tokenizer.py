@@ -1,4 +1,4 @@
-"""Tokenizers: between text and token ids. What every one has, whoever made it.
+"""The tokenizer protocol.
 
     BPETokenizer    bpe.py            ours: bytes, or byte pair encoding trained on a corpus
     HFTokenizer     hf_tokenizer.py   a tokenizer.json of Hugging Face's
@@ -35,7 +35,7 @@ TextKind = Literal["document", "prompt", "chat"]
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program asks of a tokenizer. A subclass gets the methods that are written here."""
+    """The interface of a tokenizer. Subclasses inherit the methods that are written here."""
 
     kind: str
     """Its kind of model: "bytes", "bpe", "unigram"."""
@@ -44,9 +44,9 @@ class Tokenizer(Protocol):
     separator: int
     """The id that stands before each document."""
     start_tokens: list[int]
-    """What stands before a text that is scored whole; nothing, where the model was trained without it."""
+    """The tokens before a text that is scored whole; none if the model was trained without."""
     stop_tokens: frozenset[int]
-    """The ids behind which generation ends; none where the model goes on with the next document."""
+    """The ids that end generation; none if the model continues with the next document."""
     special_ids: dict[str, int]
     """The ids of the tokens that have a role: {"eos": 2}."""
     special_tokens: dict[str, str]
@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def to_hf(self) -> HFTokenizer:
-        """The same as Hugging Face's, for those who write files for other programs."""
+        """The tokenizer as Hugging Face's, for export."""
         ...
 
     @property
@@ -86,18 +86,17 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
-        given = [int(i) for i in ids]
-        wrong = next((i for i in given if not 0 <= i < self.vocab), None)
+        numbers = [int(i) for i in ids]
+        wrong = next((i for i in numbers if not 0 <= i < self.vocab), None)
         if wrong is not None:
-            raise DataError(f"token {wrong} is not in this vocabulary: its ids are 0 to {self.vocab - 1}")
-        return b"".join(self.pieces[i] for i in given).decode("utf-8", "replace")
+            raise DataError(setting="ids", given=wrong, allowed=f"in 0..{self.vocab - 1}")
+        return b"".join(self.pieces[i] for i in numbers).decode("utf-8", "replace")
 
     def get_chat_template(self) -> str:
-        """The chat template, refused where there is none."""
+        """The chat template; raises ConfigError if there is none."""
         if self.chat_template is None:
-            raise ConfigError(
-                "the model's tokenizer has no chat template", remedy="give a prompt instead of a chat"
-            )
+            problem = "the model's tokenizer has no chat template"
+            raise ConfigError(problem, setting="chat_template", remedy="give a prompt instead of a chat")
         return self.chat_template
 
     def save(self, path: Path) -> None:
@@ -107,20 +106,20 @@ class Tokenizer(Protocol):
 
 
 def check_kind(kind: str) -> None:
-    """Refuse a kind of text that there is not."""
+    """Raise ConfigError for an unknown kind of text."""
     if kind not in get_args(TextKind):
-        raise ConfigError(
-            setting="kind", given=kind, remedy=f"a text is one of {', '.join(get_args(TextKind))}"
-        )
+        raise ConfigError(setting="kind", given=kind, allowed=f"one of {', '.join(get_args(TextKind))}")
 
 
 def utf8(text: str) -> bytes:
-    """The text's bytes; half a surrogate pair, which has none, is refused."""
+    """The text's bytes; half a surrogate pair raises DataError."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"text holds half a surrogate pair at character {error.start}: only valid Unicode can be encoded"
+            f"text holds half a surrogate pair at character {error.start}: only valid Unicode can be encoded",
+            setting="text",
+            given=error.start,
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The file of a tokenizer, whoever wrote it."""
+"""Loading a tokenizer of either kind from its file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Windows: held-out text cut for evaluation, so that each of its tokens is predicted exactly once.
+"""Evaluation windows: held-out text cut so that each token is predicted exactly once.
 
 A document d_0 ... d_{n-1} is read as  s d_0 ... d_{n-1}  (s the separator) and cut into consecutive windows
 of `context` targets: window j has the inputs from position j*context on and, as targets, their successors.
@@ -23,7 +23,7 @@ from topograd.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Text:
-    """Held-out text as rows: targets of -100 do not count, the others decode to `nbytes` bytes."""
+    """Held-out text as sequences: targets of -100 do not count, the others decode to `nbytes` bytes."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -43,22 +43,22 @@ def windows(
     in all. The choice depends on nothing but the text and the arguments.
     """
     if context < 1:
-        raise ConfigError(f"context {context} must be at least 1")
+        raise ConfigError(setting="context", given=context, allowed="at least 1")
     arrays = [np.asarray(document) for document in documents if len(document)]
     if not arrays:
-        raise DataError("there is no text to evaluate: give at least one token")
+        raise DataError("there is no text to evaluate", setting="documents", remedy="give at least one token")
     owner, start, nbytes = _table(arrays, tokenizer, context)
     if limit_bytes is not None and nbytes.sum() > limit_bytes:
         chosen = _spaced(nbytes, limit_bytes)
         owner, start, nbytes = owner[chosen], start[chosen], nbytes[chosen]
     inputs = np.full((len(owner), context), tokenizer.separator, dtype=np.int64)
     targets = np.full((len(owner), context), IGNORED, dtype=np.int64)
-    for line, (document, begin) in enumerate(zip(owner.tolist(), start.tolist(), strict=True)):
+    for index, (document, begin) in enumerate(zip(owner.tolist(), start.tolist(), strict=True)):
         here = arrays[document][begin : begin + context]
-        targets[line, : len(here)] = here
-        inputs[line, 1 : len(here)] = here[:-1]
+        targets[index, : len(here)] = here
+        inputs[index, 1 : len(here)] = here[:-1]
         if begin > 0:
-            inputs[line, 0] = arrays[document][begin - 1]
+            inputs[index, 0] = arrays[document][begin - 1]
     return torch.from_numpy(inputs), torch.from_numpy(targets), int(nbytes.sum())
 
 
@@ -70,7 +70,8 @@ def _table(
     for index, tokens in enumerate(arrays):
         if tokens.min() < 0 or tokens.max() >= tokenizer.vocab:
             raise DataError(
-                f"tokens {tokens.min()} to {tokens.max()} are not within 0..{tokenizer.vocab - 1}"
+                f"tokens {tokens.min()} to {tokens.max()} are not within 0..{tokenizer.vocab - 1}",
+                setting="documents",
             )
         begins = np.arange(0, len(tokens), context)
         owner.append(np.full(len(begins), index))
@@ -87,6 +88,5 @@ def _spaced(nbytes: np.ndarray, limit_bytes: int) -> np.ndarray:
         total = int(nbytes[chosen].sum())
         if total <= limit_bytes:
             return chosen
-    raise DataError(
-        f"a limit of {limit_bytes} bytes is too small for one window: allow at least {nbytes.max()}"
-    )
+    problem = f"a limit of {limit_bytes} bytes is too small for one window: allow at least {nbytes.max()}"
+    raise DataError(problem, setting="limit_bytes", given=limit_bytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from topograd.exec.stage_cache import StageCache
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import LayerContext, Stack, check_stack
+from topograd.nn.translator import Readable
 from topograd.topology.branches import predicting_plan
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -99,12 +99,7 @@ def _needed(stack: Stack, planned: PlannedStage, ctx: LayerContext) -> tuple[int
 
 
 @torch.no_grad()
-def stage_outputs(
-    stack: Stack,
-    plan: Plan,
-    inputs: Tensor,
-    stages: Iterable[int],
-) -> dict[int, Tensor]:
+def stage_outputs(stack: Stack, plan: Plan, inputs: Tensor, stages: Iterable[int]) -> dict[int, Tensor]:
     """The last hidden state of each of `stages`; only the stages that they need run."""
     return _outputs(stack, plan, inputs, stages)
 
@@ -121,14 +116,8 @@ def stage_logits(
     return predict(stack, plan, outputs, terms)
 
 
-class Reader(Protocol):
-    """A stack, or a runtime: hidden states to logits."""
-
-    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor: ...
-
-
 def predict(
-    stack: Reader, plan: Plan, outputs: Mapping[int, Tensor], terms: Terms, rows: Tensor | None = None
+    stack: Readable, plan: Plan, outputs: Mapping[int, Tensor], terms: Terms, rows: Tensor | None = None
 ) -> Tensor:
     """Σ_j w_j z_j over the terms of a prediction, from the stages' outputs; on `rows` of the vocabulary."""
     total: Tensor | None = None

@@ -132,12 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_loss(
-    logits: Tensor,
-    targets: Tensor,
-    count: Tensor,
-    softcap: float | None,
-    z_weight: float,
-    wanted: bool,
+    logits: Tensor, targets: Tensor, count: Tensor, softcap: float | None, z_weight: float, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """This chunk's share of the mean loss, and where wanted its gradient with respect to the logits."""
     with torch.set_grad_enabled(wanted):

@@ -54,10 +54,9 @@ class StageView:
         """The module that `prepare` made for this stage and objective."""
         module = auxiliary(self.stack, self.planned)
         if module is None:
-            raise StackError(
-                f"stage {self.planned.index + 1} lacks {auxiliary_name(self.planned)!r}",
-                remedy="call tg.prepare(stack, topology) before you build the optimizer",
-            )
+            problem = f"stage {self.planned.index + 1} lacks {auxiliary_name(self.planned)!r}"
+            remedy = "call tg.prepare(stack, topology) before you build the optimizer"
+            raise StackError(problem, setting="objective", given=self.planned.stage.objective, remedy=remedy)
         return module
 
     def run(self, h: Tensor) -> Tensor:
@@ -77,11 +76,8 @@ class LocalObjective(ABC):
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
-        raise ConfigError(
-            f"{type(self).__name__} needs a whole stage, not logits alone",
-            setting="objective",
-            given=type(self).__name__,
-        )
+        problem = f"{type(self).__name__} needs a whole stage, not logits alone"
+        raise ConfigError(problem, setting="objective", given=type(self).__name__)
 
 
 class Autoencoder(LocalObjective):

@@ -106,11 +106,8 @@ class Distillation(ClassObjective):
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
         if teacher is None:
-            raise ConfigError(
-                "the objective 'distillation' needs a teacher",
-                setting="teacher",
-                remedy="pass teacher= to train_step",
-            )
+            problem = "the objective 'distillation' needs a teacher"
+            raise ConfigError(problem, setting="teacher", remedy="pass teacher= to train_step")
         t = self.temperature
         counted = targets != -100
         student = F.log_softmax(select_counted(logits, counted) / t, dim=-1)
@@ -143,8 +140,7 @@ OBJECTIVES: Registry[Objective] = Registry(
 def objective_named(name: str, objectives: Mapping[str, Objective] | None = None) -> Objective:
     """The objective of a name; `objectives` come before the registered ones."""
     entry: Any = objectives[name] if objectives is not None and name in objectives else OBJECTIVES[name]
-    objective: Objective = entry() if isinstance(entry, type) else entry
-    return objective
+    return entry() if isinstance(entry, type) else entry
 
 
 def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None) -> list[Objective]:
@@ -225,10 +221,9 @@ def _check_targets(targets: Tensor, h: Tensor, objective: Objective) -> None:
     leading = tuple(h.shape[: targets.dim()])
     if tuple(targets.shape) != leading:
         raise ConfigError(
-            f"targets have the shape {tuple(targets.shape)}",
             setting="targets",
             given=tuple(targets.shape),
-            allowed=f"one for each position, of the shape {leading}",
+            allowed=f"one for each position, of shape {leading}",
         )
     if isinstance(objective, ClassObjective) and targets.dtype not in (torch.int64, torch.uint8):
         raise ConfigError(

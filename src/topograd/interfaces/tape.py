@@ -102,7 +102,7 @@ class Tape:
                 raise StackError(
                     setting="jacobian", given="pullback", allowed="another with bf16, such as loop"
                 )
-            x0, rotary = ctx.x0.detach(), ctx.extras["rotary"]
+            x0, rotary = ctx.x0.detach(), ctx.rotary
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)
             self._factors = []
             self.output = output.detach()

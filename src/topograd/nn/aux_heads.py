@@ -1,8 +1,8 @@
-"""What a stage's objective or relay needs beside the stage's own layers, and who makes it.
+"""Auxiliary modules of objectives and relays: inverse maps, EMA copies, ridge heads.
 
     autoencoder, inverse   an `Inverse`: from the stage's output back to its input
-    byol                   a predictor, and a slow copy of the stage that comes next
-    ridge                  second moments of what the head reads, and the head that follows from them
+    byol                   a predictor, and an EMA copy of the next stage
+    ridge                  second moments of the features, and the head in closed form
     relay target           the relay of difference target propagation (`nn/inverse.py`)
 
 `prepare` adds them before an optimizer is built. They are modules of the stack under the name of objective
@@ -24,20 +24,20 @@ from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import Plan, PlannedStage
 
 MOMENTUM = 0.99
-"""How much of a slow copy stays in a step (BYOL)."""
+"""Decay of the EMA copy per step (BYOL)."""
 FORGET = 0.99
-"""How much of the second moments stays in a step (ridge)."""
+"""Decay of the second moments per step (ridge)."""
 ALPHA = 1e-2
-"""The ridge, for each row that the second moments hold."""
+"""The ridge, for each example in the second moments."""
 
 
 class EMACopy(nn.Module):
-    """BYOL's two parts: q predicts, from a stage's features, those that a slow copy of the next stage gives.
+    """BYOL's two parts: q predicts, from a stage's features, those of an EMA copy of the next stage.
 
         loss = 2 - 2 cos(q(u_k), ū_{k+1}),   ū the features of the copy's output, without gradient
 
-    The copy's weights follow the next stage's by an average: θ̄ ← m θ̄ + (1 - m) θ after each step. Nothing
-    crosses the boundary backwards; what the stage hears of the next one is how it looked on average.
+    The copy's weights follow the next stage's by an average: θ̄ ← m θ̄ + (1 - m) θ after each step. No gradient
+    crosses the boundary.
     Source: Grill et al. 2020; the pairing of stages is ours, the paper names the method only.
     """
 
@@ -49,18 +49,18 @@ class EMACopy(nn.Module):
         self.indices = indices
 
     def loss(self, stack: Stack, h: Tensor, ctx: LayerContext) -> Tensor:
-        """The mean over rows."""
+        """The mean over examples."""
         with torch.no_grad():
             ahead = h.detach()
             for layer in self.target:
                 ahead = layer(ahead, ctx)
-            wanted = stack.features(ahead)
-        said = self.predictor(stack.features(h))
-        return (2 - 2 * F.cosine_similarity(said, wanted, dim=-1)).mean()
+            target = stack.features(ahead)
+        predicted = self.predictor(stack.features(h))
+        return (2 - 2 * F.cosine_similarity(predicted, target, dim=-1)).mean()
 
     @torch.no_grad()
     def after_step(self, stack: Stack) -> None:
-        """Move the copy towards the stage that it is of."""
+        """Move the copy towards the stage that it copies."""
         for index, slow in zip(self.indices, self.target, strict=True):
             for mine, theirs in zip(slow.parameters(), stack.layers[index].parameters(), strict=True):
                 mine.lerp_(theirs.to(mine.dtype), 1 - MOMENTUM)
@@ -70,7 +70,7 @@ class RidgeHead(nn.Module):
     """The head in closed form: W = argmin Σ_i ρ^{age_i} ‖W x_i - y_i‖² + α n ‖W‖², x with a 1 appended.
 
     With G = Σ ρ^age x xᵀ and C = Σ ρ^age x yᵀ, W = ((G + α n I)⁻¹ C)ᵀ, n = Σ ρ^age; y is one-hot. Both sums
-    are kept, so that with ρ = 1 the head is the ridge regression on everything that was seen.
+    are kept, so that with ρ = 1 the head is the ridge regression on all examples so far.
     """
 
     gram: Tensor
@@ -88,18 +88,18 @@ class RidgeHead(nn.Module):
 
     @torch.no_grad()
     def add(self, features: Tensor, targets: Tensor) -> None:
-        """See some more rows, and solve again."""
+        """Add examples, and solve again."""
         x = F.pad(features.detach().to(self.gram.dtype), (0, 1), value=1.0)
         y = F.one_hot(targets, self.cross.shape[1]).to(x.dtype)
         self.gram.mul_(self.forget).add_(x.T @ x)
         self.cross.mul_(self.forget).add_(x.T @ y)
         self.count.mul_(self.forget).add_(len(x))
         ridge = self.alpha * self.count * torch.eye(len(self.gram), device=x.device, dtype=x.dtype)
-        # _ex: what cannot be solved shows in the loss; to ask here would wait for the device
+        # _ex: a failure shows in the loss; a check here would synchronize with the GPU
         self.weight.copy_(torch.linalg.solve_ex(self.gram + ridge, self.cross).result)
 
     def forward(self, features: Tensor) -> Tensor:
-        """W x: how near each class is to 1; the largest is the prediction."""
+        """W x, the estimate of the one-hot class; the largest entry is the prediction."""
         return F.pad(features, (0, 1), value=1.0) @ self.weight.to(features.dtype)
 
 
@@ -107,12 +107,12 @@ Make = Callable[[Stack, Plan, PlannedStage], nn.Module | None]
 
 
 def auxiliary_name(planned: PlannedStage) -> str:
-    """What the stack calls the module that a stage's objective has."""
+    """The name of the module of a stage's objective in the stack."""
     return f"{planned.stage.objective}-{planned.index}"
 
 
 def auxiliary(stack: Stack, planned: PlannedStage) -> nn.Module | None:
-    """The module that a stage's objective has, if any."""
+    """The module of a stage's objective, if any."""
     return stack.learned_relays().get(auxiliary_name(planned))
 
 
@@ -120,13 +120,11 @@ def _inverse(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:
     return Inverse(stack.output_shape(planned.stage.stop - 1), stack.input_shape(planned.stage.start))
 
 
-def _no_more(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | None:
-    return None
-
-
-def _slow_copy(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | None:
-    """None for a stage whose end nobody hears."""
-    later = next((p for p in plan.stages if any(port.source == planned.index for port, _ in p.inputs)), None)
+def _ema_copy(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | None:
+    """None for a stage whose end no stage reads."""
+    later = next(
+        (p for p in plan.stages if any(output.source == planned.index for output, _ in p.inputs)), None
+    )
     if later is None:
         return None
     width, ahead = (stack.feature_width(stack.output_shape(p.stage.stop - 1)) for p in (planned, later))
@@ -136,25 +134,21 @@ def _slow_copy(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | N
 def _ridge(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:
     classes = getattr(getattr(stack, "config", None), "classes", None)
     if classes is None:
-        raise StackError("the objective ridge solves for classes", remedy="it needs a network on pictures")
+        raise StackError(
+            setting="objective", given="ridge", allowed="another one; ridge needs a network on images"
+        )
     return RidgeHead(stack.feature_width(stack.output_shape(planned.stage.stop - 1)), classes)
 
 
-MAKERS: Mapping[str, Make] = {
-    "autoencoder": _inverse,
-    "byol": _slow_copy,
-    "ridge": _ridge,
-    "inverse": _no_more,
-}
+MAKERS: Mapping[str, Make] = {"autoencoder": _inverse, "byol": _ema_copy, "ridge": _ridge}
 
 
 def add_auxiliaries(stack: Stack, plan: Plan) -> None:
-    """Give `stack` what the plan's objectives and target relays need and it lacks."""
+    """Add the modules of the plan's objectives and target relays that the stack lacks."""
     like = next(stack.parameters())
     for planned in plan.stages:
-        names = {port.relay: port for port, _ in planned.inputs if port.relay.startswith("target-")}
-        for name in names:
-            if name not in stack.learned_relays():
+        for name in dict.fromkeys(output.relay for output, _ in planned.inputs):
+            if name.startswith("target-") and name not in stack.learned_relays():
                 shapes = stack.output_shape(planned.stage.stop - 1), stack.input_shape(planned.stage.start)
                 stack.add_relay(name, TargetRelay(*shapes).to(like.device, like.dtype))
         make = MAKERS.get(planned.stage.objective)

@@ -1,14 +1,14 @@
-"""Capabilities of a stack beyond embed, layers and readout, as protocols that are asked for where needed.
+"""Optional capabilities of a stack, as protocols.
 
     per-stage heads    `Stack.add_heads`, `has_head`, `head_parameters`; `HeadedStack` implements all three
     a shared head      `Stack.shared_head`: the one matrix that stages read through, or None
     decoding           layers that are `Decodable`: they keep a state from token to token
-    a decoding form    `Stack.for_decoding`: the same function laid out for few rows
-    growth             `Growable`: layers can be appended behind the last one
-    a draft stage      `Draftable`: one more layer of the model's own kind can guess ahead
+    a decoding form    `Stack.for_decoding`: the same function, laid out for small batches
+    growth             `Growable`: layers can be appended
+    a draft stage      `Draftable`: one more layer of the model's own kind can draft tokens
     operators          `OperatorForm`: embedding, blocks, norm and head can be written for other runtimes
 
-A stack has a capability or has not; what needs one and does not find it says so in one line.
+Code that needs a capability and does not find it raises an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shapes of models and of interfaces, as settings. Nothing here needs torch."""
+"""Settings of GPT models and of bounded interfaces. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _KINDS = ("mamba2", "mamba3", "hybrid")
 """Architectures that are kinds of model too."""
 Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
 """The architectures that come with the package."""
-MOST = 2**31 - 1
-"""No size is larger than this: what is, is a slip of the keyboard."""
+MAX_SIZE = 2**31 - 1
+"""The largest allowed size."""
 Pool = Literal["tail", "mean", "cumulative"]
 Maps = Literal["mlp", "linear", "gated"]
 MIN_RANK = 3
@@ -76,7 +76,7 @@ class GPTConfig(BlockConfig):
     """What the layers are: transformer, mamba2, mamba3, hybrid (three Mamba-3 and one attention), or a mixer
     of your own as package.module:attribute."""
     ssm_state: int = 32
-    """Numbers that a Mamba layer remembers of each of its channels."""
+    """State size of a Mamba layer per channel."""
     mlp: Literal["relu2", "swiglu"] = "relu2"
     """The MLP's nonlinearity."""
     mlp_ratio: float = 4.0
@@ -105,22 +105,20 @@ class GPTConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocab", "context", "ssm_state"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise StackError(setting=name, given=getattr(self, name), allowed=f"in 1..{MOST}")
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                raise StackError(setting=name, given=getattr(self, name), allowed=f"in 1..{MAX_SIZE}")
         if self.width % self.heads or (self.width // self.heads) % 2:
-            raise StackError(
-                f"width {self.width} does not split into {self.heads} heads of even width",
-                remedy="choose a width that is a multiple of twice the heads",
-            )
+            problem = f"width {self.width} does not split into {self.heads} heads of even width"
+            remedy = "choose a width that is a multiple of twice the heads"
+            raise StackError(problem, setting="width", given=self.width, remedy=remedy)
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            raise StackError(
-                f"{self.heads} heads cannot share {self.kv_heads} kv_heads", remedy="use a divisor"
-            )
-        if not 1 <= self.mlp_ratio * self.width <= MOST:
+            problem = f"{self.heads} heads cannot share {self.kv_heads} kv_heads"
+            raise StackError(problem, setting="kv_heads", given=self.kv_heads, remedy="use a divisor")
+        if not 1 <= self.mlp_ratio * self.width <= MAX_SIZE:
             raise StackError(
                 setting="mlp_ratio",
                 given=self.mlp_ratio,
-                remedy=f"the MLP's width, this times the width {self.width}, must lie in 1..{MOST}",
+                remedy=f"the MLP's width, this times the width {self.width}, must lie in 1..{MAX_SIZE}",
             )
         if not 0 < self.rope_base < math.inf:
             raise StackError(setting="rope_base", given=self.rope_base, allowed="finite and above 0")
@@ -130,10 +128,10 @@ class GPTConfig(BlockConfig):
             raise StackError(
                 setting="softcap", given=self.softcap, allowed="positive, or be left out for no cap"
             )
-        if any(not 0 <= window <= MOST for window in self.windows):
-            raise StackError(
-                f"windows are {self.windows}", remedy="a span is at least 0, and 0 is the whole context"
-            )
+        if any(not 0 <= window <= MAX_SIZE for window in self.windows):
+            problem = f"windows are {self.windows}"
+            allowed_spans = "spans of at least 0; 0 is the whole context"
+            raise StackError(problem, setting="windows", given=self.windows, allowed=allowed_spans)
         if self.head_rank is not None and self.head_rank < 1:
             raise StackError(setting="head_rank", given=self.head_rank, allowed="at least 1, or be left out")
         if self.ssm_state % 4:
@@ -144,14 +142,17 @@ class GPTConfig(BlockConfig):
             ("count_from", ("first", "last")),
         ):
             if getattr(self, name) not in allowed:
-                raise StackError(
-                    f"{name} {getattr(self, name)!r} is unknown",
-                    setting=name,
-                    given=getattr(self, name),
-                    remedy=f"choose one of {', '.join(allowed)}",
-                )
+                allowed_names = f"one of {', '.join(allowed)}"
+                raise StackError(setting=name, given=getattr(self, name), allowed=allowed_names)
         if self.architecture not in ARCHITECTURES:
-            _check_mixer(self.architecture)
+            try:
+                MIXERS.check(self.architecture)
+            except ConfigError:
+                own = "package.module:attribute of a mixer of your own"
+                allowed_names = f"one of {', '.join(ARCHITECTURES)}, or {own}"
+                raise StackError(
+                    setting="architecture", given=self.architecture, allowed=allowed_names
+                ) from None
 
     @property
     def kind(self) -> str:
@@ -203,6 +204,8 @@ class GPTConfig(BlockConfig):
             raise StackError(
                 f"this model's {self.layers} layers alternate counted from the last, so appended "
                 "ones would change them",
+                setting="count_from",
+                given=self.count_from,
                 remedy="train it again with count_from = 'first'",
             )
         return replace(first, layers=layers)
@@ -232,19 +235,6 @@ class GPTConfig(BlockConfig):
         return index if self.count_from == "first" else index - self.layers
 
 
-def _check_mixer(name: str) -> None:
-    try:
-        MIXERS.check(name)
-    except ConfigError:
-        raise StackError(
-            setting="architecture",
-            given=name,
-            allowed=(
-                f"one of {', '.join(ARCHITECTURES)}, or package.module:attribute of a mixer of your own"
-            ),
-        ) from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SegmentInterface:
     """The shape of the interfaces between regions."""
@@ -252,9 +242,9 @@ class SegmentInterface:
     segments: int = 8
     """S, into how many equal parts the context is cut."""
     rank: int = 8
-    """r, the numbers that a segment hands on."""
+    """r, the size of a segment's message."""
     pool: Pool = "tail"
-    """What of a segment is handed on: its last position, its mean, or the mean of all so far."""
+    """What a segment sends: its last position, its mean, or the mean of all so far."""
     maps: Maps = "mlp"
     """Encoder and decoder: two layers, one, or one with a gate."""
     causal: bool = True
@@ -264,31 +254,24 @@ class SegmentInterface:
     def __post_init__(self) -> None:
         for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
             if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"interface {name} {getattr(self, name)!r} is unknown",
-                    remedy=f"choose one of {', '.join(allowed)}",
-                )
-        if not MIN_RANK <= self.rank <= MOST:
-            raise ConfigError(
-                f"interface rank r is {self.rank}",
-                remedy=(
-                    f"it must be at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
-                ),
-            )
+                value, remedy = getattr(self, name), f"choose one of {', '.join(allowed)}"
+                problem = f"interface {name} {value!r} is unknown"
+                raise ConfigError(problem, setting=name, given=value, remedy=remedy)
+        if not MIN_RANK <= self.rank <= MAX_SIZE:
+            problem = f"interface rank r is {self.rank}"
+            allowed_ranks = f"at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
+            raise ConfigError(problem, setting="rank", given=self.rank, allowed=allowed_ranks)
         if not self.causal and (self.segments != 1 or self.pool != "mean"):
             raise ConfigError(
-                f"causal=False pools the whole sequence, so it takes segments=1 and pool='mean', not "
-                f"segments={self.segments} and pool={self.pool!r}"
+                setting="causal", given=False, allowed="True, unless segments=1 and pool='mean'"
             )
         if self.causal and self.segments < 2:
-            raise ConfigError(
-                f"interface segments S is {self.segments}",
-                remedy="it must be at least 2, for segment s hears only those before it",
-            )
+            problem = f"interface segments S is {self.segments}"
+            raise ConfigError(problem, setting="segments", given=self.segments, allowed="at least 2")
 
     @classmethod
     def parse(cls, text: str) -> SegmentInterface:
-        """The settings in words: S=8,r=8,pool=tail, and maps=linear, causal=false if wanted.
+        """The settings of a text such as S=8,r=8,pool=tail,maps=linear,causal=false.
 
         >>> SegmentInterface.parse("S=4,r=16")
         SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
@@ -298,22 +281,21 @@ class SegmentInterface:
         for part in text.split(","):
             key, equals, value = (word.strip() for word in part.partition("="))
             if not equals or key not in names:
-                raise ConfigError(
-                    f"interface {text!r} has the part {part.strip()!r}",
-                    remedy=f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}",
-                )
+                problem = f"interface {text!r} has the part {part.strip()!r}"
+                remedy = f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
+                raise ConfigError(problem, setting="interface", given=text, remedy=remedy)
             if names[key] in settings:
-                raise ConfigError(f"interface {text!r} gives {key} twice", remedy="give each key once")
+                problem = f"interface {text!r} gives {key} twice"
+                raise ConfigError(problem, setting="interface", given=text, remedy="give each key once")
             settings[names[key]] = _value(key, value)
         return cls(**settings)
 
     def segment(self, context: int) -> int:
         """ℓ, the positions of one segment."""
         if self.segments > context or context % self.segments:
-            raise ConfigError(
-                f"interface segments S is {self.segments} and the context {context}",
-                remedy="S must divide the context",
-            )
+            problem = f"interface segments S is {self.segments} and the context {context}"
+            remedy = "S must divide the context"
+            raise ConfigError(problem, setting="segments", given=self.segments, remedy=remedy)
         return context // self.segments
 
 
@@ -322,9 +304,12 @@ def _value(key: str, value: str) -> int | str | bool:
         try:
             return int(value)
         except ValueError:
-            raise ConfigError(f"interface {key} is {value!r}", remedy="it must be a whole number") from None
+            raise ConfigError(
+                f"interface {key} is {value!r}", setting="interface", given=value, allowed="a whole number"
+            ) from None
     if key == "causal":
         if value.lower() not in ("true", "false"):
-            raise ConfigError(f"interface causal is {value!r}", remedy="it must be true or false")
+            problem = f"interface causal is {value!r}"
+            raise ConfigError(problem, setting="interface", given=value, allowed="true or false")
         return value.lower() == "true"
     return value

@@ -1,16 +1,16 @@
-"""A draft stage: one more stage behind a frozen model, which guesses a token ahead of it.
+"""Draft stages: one more stage behind a frozen model, which predicts one token further.
 
     u_t = A norm(x0_t) + B norm(f_{t-1})        f: the last stage's state, of the position before
     g_t = Layer(u_0 .. u_t)                     one layer of the model's own kind
     q_t = softmax(W_V norm'(g_t))               over a draft vocabulary V of the likeliest tokens
 
-In the words of a topology it is a stage that hears the last one through a relay which looks one position back
+In a topology it is a stage that reads the last one through a relay with a shift of one position
 (`PreviousRelay`), with λ = 0: the base never learns and never changes. So it needs the token x_t and the
-state f_{t-1}, and both are known before the model has run x_t: g_t predicts x_{t+1} when the model would only
-begin. To guess on, g_t takes the place of f_t. What it shares with the base (the embedding, the rows V of the
-head) is referred to, not copied into its weights.
+state f_{t-1}, and both are known before the model has run x_t: g_t predicts x_{t+1} before the model starts
+on it. For the next draft, g_t takes the place of f_t. What it shares with the base (the embedding, the rows V
+of the head) is referred to, not copied into its weights.
 
-Training unrolls it on its own states (`unroll`): in step j, position t hears g^{(j-1)}_{t-1} and attends, as
+Training unrolls it on its own states (`unroll`): in step j, position t reads g^{(j-1)}_{t-1} and attends, as
 it will when it drafts, to the keys of step 1 up to position t-j+1 and to those of steps 2..j behind them.
 
 Shapes: states (batch, time, width). Cost: 2 width² for the join, one layer, |V| width for the head. Sources:
@@ -29,19 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.capabilities import Draftable, draftable
-from topograd.nn.heads import Head, HeadedStack
+from topograd.nn.capabilities import draftable
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import LayerContext, Stack
 
 FIRST_GAIN = 0.2
-"""What the stage's norm starts with of the base's: an untaught stage should not be sure of anything."""
+"""The first gain of the stage's norm over the base's: an untrained stage should be uncertain."""
 RELAY = "previous"
 """The relay's name in a topology."""
 
 
 class PreviousRelay(nn.Module, CausalRelay):
-    """Sends h; the receiver hears the sender's state of the position before, beside its own token."""
+    """Sends h; the receiver joins the sender's state of the position before with its own token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -96,7 +95,10 @@ class DraftStage(nn.Module):
         super().__init__()
         parts = draftable(base)
         if parts is None:
-            raise StackError(f"{type(base).__name__} can be given no draft stage", remedy="a transformer can")
+            kind = type(base).__name__
+            raise StackError(
+                f"{kind} can be given no draft stage", setting="base", given=kind, remedy="a transformer can"
+            )
         self.register_buffer("vocabulary", vocabulary.long())
         like = parts.embedding.weight
         self.relay = PreviousRelay(base.width)
@@ -113,7 +115,7 @@ class DraftStage(nn.Module):
         return self._base[1]
 
     def base_logits(self, states: Tensor) -> Tensor:
-        """What the base predicts from its last states, on the draft vocabulary."""
+        """The base's logits from its last states, on the draft vocabulary."""
         base = self._base[0]
         return base.readout(states, base.last_stage, self.vocabulary)
 
@@ -127,26 +129,25 @@ class DraftStage(nn.Module):
     def forward(self, ctx: LayerContext, previous: Tensor, memory: object = None) -> Tensor:
         """g (batch, time, width) from the tokens and the states of the positions before."""
         h = self.relay.join(ctx.x0, previous)
-        g: Tensor = self.layer(h, ctx) if memory is None else self.layer(h, ctx, memory)
-        return g
+        return self.layer(h, ctx) if memory is None else self.layer(h, ctx, memory)
 
     def readout(self, g: Tensor) -> Tensor:
         """Logits (..., draft vocabulary)."""
         return self.stack.readout(g, 0)
 
     def unroll(self, inputs: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-        """g of each step (batch, time, width): the first hears `states`, each later one the one before."""
+        """g of each step (batch, time, width): the first reads `states`, each later one the one before."""
         x0 = self.stack.embed(inputs)
         plain = self.stack.layer_context(x0, inputs)
         memory = _Steps()
         for step in range(steps):
-            ctx = replace(plain, extras={**plain.extras, "mask": step_mask(inputs.shape[1], step, x0.device)})
+            ctx = replace(plain, mask=step_mask(inputs.shape[1], step, x0.device))
             states = self(ctx, shifted(states), memory)
             yield states
 
 
 class _Steps:
-    """Keys and values of all steps so far, one behind the other."""
+    """Keys and values of all steps so far, concatenated."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -164,13 +165,6 @@ def step_mask(time: int, step: int, device: torch.device) -> Tensor:
     """
     behind = torch.arange(time, device=device)[:, None] - torch.arange(time, device=device)
     return torch.cat([behind >= step, *(behind == step - i for i in range(1, step + 1))], dim=1)
-
-
-def _one_layer(base: Draftable, last: int, stage: DraftStage) -> HeadedStack:
-    """The base with this one layer, and its head on the draft vocabulary."""
-    bias = None if base.head.bias is None else base.head.bias.detach()[stage.vocabulary]
-    rows = base.head.matrix(last, stage.vocabulary).detach()
-    return base.with_one_layer(stage.layer, stage.norm, Head(rows, bias, softcap=base.head.softcap))
 
 
 def rank_tokens(tokens: Sequence[int] | Tensor, vocab: int, size: int) -> Tensor:

@@ -18,6 +18,6 @@ class GPT(Transformer):
     def __init__(self, config: GPTConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
             raise StackError(
-                f"GPT got a config and also {sorted(settings)}", remedy="put everything into one of them"
+                setting="config", given=sorted(settings), allowed="given alone, without other settings"
             )
         super().__init__(config or build_dataclass(GPTConfig, settings))

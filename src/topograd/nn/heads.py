@@ -20,7 +20,7 @@ from topograd.nn.stack import Projection, Stack
 
 
 class LowRankDelta(nn.Module):
-    """W_k = U V, on some rows or all; zero at first because U is."""
+    """W_k = U V, for all tokens or some; zero at first because U is."""
 
     def __init__(self, vocab: int, width: int, rank: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class LowRankDelta(nn.Module):
 
 
 class FullDelta(nn.Module):
-    """W_k itself, on some rows or all; zero at first."""
+    """W_k itself, for all tokens or some; zero at first."""
 
     def __init__(self, vocab: int, width: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FullDelta(nn.Module):
 
 
 class Head(nn.Module):
-    """A shared matrix (vocab, width) and, where asked for, a delta per stage."""
+    """A shared matrix (vocab, width), and deltas per stage."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Head(nn.Module):
         return weight
 
     def projection(self, normalize: Callable[[Tensor], Tensor], stage: int) -> Projection:
-        """The head of a stage behind a norm, as losses want it."""
+        """The head of a stage behind a norm, for losses."""
         factors = self.low_rank(stage)
         weight = self.matrix(stage) if factors is None else self.weight
         return Projection(normalize, weight, self.bias, self.softcap, factors)
@@ -125,7 +125,7 @@ class HeadedStack(Stack):
         return self.head
 
     def normalize(self, h: Tensor) -> Tensor:
-        """What the head reads of a hidden state: its norm."""
+        """The head's input: the norm of a hidden state."""
         return h
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
@@ -154,7 +154,8 @@ class HeadedStack(Stack):
 
 def _checked_rank(rank: int, weight: Tensor) -> int:
     if not 0 < rank <= min(weight.shape):
-        raise StackError(f"head rank {rank} is outside 1..{min(weight.shape)} (vocabulary, width)")
+        allowed = f"in 1..{min(weight.shape)} (vocabulary, width)"
+        raise StackError(setting="head_rank", given=rank, allowed=allowed)
     return rank
 
 

@@ -1,7 +1,7 @@
-"""Small tensors that the host makes for the device, whose numbers it keeps.
+"""Small integer tensors that are made on the host, whose values stay known there.
 
-Token numbers, positions and counts of a decoding step begin on the host. To read one back is to wait for all
-the work that is queued on the device, and so is torch's usual copy to it.
+Token numbers, positions and counts of a decoding step begin on the host. Reading one back would
+wait for all work that is queued on the device, and so would torch's usual copy to it.
 
     send(numbers, device)     the tensor on the device; on CUDA the copy is not waited for: it has taken the
                               numbers in when the call returns

@@ -1,4 +1,4 @@
-"""A bounded interface between regions of a network, as a relay. It never looks ahead.
+"""Bounded interfaces between regions of a network, as causal relays.
 
 A sequence of T positions is cut into S segments of ℓ positions. Region k reads, in segment s, the state that
 the regions before it made of the segments before s:
@@ -75,7 +75,7 @@ class SegmentRelay(nn.Module, CausalRelay):
         nn.init.zeros_(self.decode.outer.weight)
 
     def ends(self, time: int) -> int:
-        """How many segments of `time` positions are full and have one after them: the state's rows."""
+        """The number of segments of `time` positions that are full and have one after them."""
         if not self.settings.causal:
             return 1
         return min(time // self.segment, self.settings.segments - 1)
@@ -83,7 +83,7 @@ class SegmentRelay(nn.Module, CausalRelay):
     def needed(self, time: int) -> tuple[int, Tensor | None]:
         """The positions that `send` reads: nothing of the last segment, and of a tail pool only the ends.
 
-        One at least, even where no segment is full: layers need not work on nothing.
+        At least one, so that layers never get an empty input.
         """
         if not self.settings.causal:
             return time, None
@@ -92,7 +92,7 @@ class SegmentRelay(nn.Module, CausalRelay):
         return max(count * self.segment, 1), tails if self.settings.pool == "tail" else None
 
     def pool(self, h: Tensor) -> Tensor:
-        """(batch, states, width): what is handed on of each segment."""
+        """(batch, states, width): the pooled hidden state of each segment."""
         if not self.settings.causal:
             return h.mean(1, keepdim=True)
         count = self.ends(h.shape[1])
@@ -120,10 +120,9 @@ class SegmentRelay(nn.Module, CausalRelay):
         later = -(-time // self.segment) - 1  # segments after the first
         if later >= self.settings.segments:
             raise ConfigError(
-                f"the interface was given {time} positions",
-                remedy=(
-                    f"it was made for a context of {self.segment * self.settings.segments}, so cut the input"
-                ),
+                setting="context",
+                given=time,
+                allowed=f"at most {self.segment * self.settings.segments} positions",
             )
         decoded = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
         return ctx.x0 + F.pad(decoded, (0, 0, self.segment, 0))[:, :time]
@@ -150,10 +149,7 @@ class SegmentRelay(nn.Module, CausalRelay):
 
     def _must_be_causal(self) -> None:
         if not self.settings.causal:
-            raise ConfigError(
-                "an interface with causal=False needs the whole sequence, so it cannot write token by token",
-                remedy="train one that is causal",
-            )
+            raise ConfigError(setting="causal", given=False, allowed="True for decoding token by token")
 
 
 def _positions(ctx: LayerContext, batch: int) -> Tensor:
@@ -167,7 +163,7 @@ def _at(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def add_interfaces(stack: Stack, settings: SegmentInterface, regions: int, width: int, context: int) -> None:
-    """Give `stack` the relays that `Topology.regions` calls for and it lacks."""
+    """Add the relays of `Topology.regions` that the stack lacks."""
     like = next(stack.parameters())
     for region in range(1, regions):
         if interface_name(region) not in stack.learned_relays():

@@ -1,11 +1,11 @@
-"""What a stage's output says of its input: maps back, and the relay that sends targets instead of gradients.
+"""Inverse maps of stages, and the relay of difference target propagation.
 
 An `Inverse` g takes a stage's output to the shape of its input: a matrix where both are vectors (places of a
-sequence one by one), a 3 × 3 convolution behind an enlargement where both are pictures. Local autoencoders
+sequence one by one), a 3 × 3 convolution behind an enlargement where both are images. Local autoencoders
 decode with it, and difference target propagation inverts with it.
 
 Difference target propagation (Lee et al. 2015). Stage k maps h_{k-1} to h_k = f_k(h_{k-1}) and should have
-given ĥ_k. It learns by ½‖f_k(h_{k-1}) - ĥ_k‖², and tells the stage before what that should have given:
+given ĥ_k. It learns by ½‖f_k(h_{k-1}) - ĥ_k‖², and the target of the stage before is:
 
     ĥ_{k-1} = h_{k-1} + g_k(ĥ_k) - g_k(h_k)
 
@@ -33,7 +33,7 @@ from topograd.nn.stack import LayerContext
 
 Shape = tuple[int, ...]
 STEP = 0.1
-"""How far a target lies from what was given, in gradients of one row's loss."""
+"""The distance of a target from the output, in gradients of one example's loss."""
 
 
 class Inverse(nn.Module):
@@ -42,9 +42,9 @@ class Inverse(nn.Module):
     def __init__(self, given: Shape, taken: Shape) -> None:
         super().__init__()
         self.taken = taken
-        self.pictures = len(given) == 3 and len(taken) == 3
+        self.spatial = len(given) == 3 and len(taken) == 3
         self.by_place = len(given) == len(taken) == 2
-        if self.pictures:
+        if self.spatial:
             self.map: nn.Module = nn.Conv2d(given[0], taken[0], 3, padding=1)
         elif self.by_place:
             self.map = nn.Linear(given[1], taken[1])
@@ -52,19 +52,14 @@ class Inverse(nn.Module):
             self.map = nn.Linear(math.prod(given), math.prod(taken))
 
     def forward(self, h: Tensor) -> Tensor:
-        if self.pictures:
+        if self.spatial:
             h = F.interpolate(h, size=self.taken[1:], mode="nearest")
-            out: Tensor = self.map(h)
-            return out
-        if self.by_place or (len(self.taken) == 1 and h.shape[-1] == self._features()):
-            back: Tensor = self.map(h)
-            return back
+            return self.map(h)
+        features = self.map.in_features
+        if self.by_place or (len(self.taken) == 1 and h.shape[-1] == features):
+            return self.map(h)
         flat: Tensor = self.map(h.flatten(1))
         return flat.reshape(len(h), *self.taken)
-
-    def _features(self) -> int:
-        assert isinstance(self.map, nn.Linear)
-        return self.map.in_features
 
 
 class TargetRelay(nn.Module):
@@ -84,8 +79,7 @@ class TargetRelay(nn.Module):
 
     def close(self, h: Tensor, message: Tensor) -> Tensor:
         """The receiving stage's output, through which errors go back to `message` by g."""
-        out: Tensor = _Difference.apply(h, message, self.inverse, self.step * len(h))
-        return out
+        return _Difference.apply(h, message, self.inverse, self.step * len(h))
 
 
 class _Difference(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""Layer dropout: while a model learns, each row of a batch leaves out some layers, the later the likelier.
+"""Layer dropout: in training, each sequence of a batch skips some layers, later ones more often.
 
-    h ← h + m (layer(h) - h),  m = 0 with probability p_l, else 1, drawn for each row
+    h ← h + m (layer(h) - h),  m = 0 with probability p_l, else 1, drawn for each sequence
     p_l = p (e^{l ln 2 / (L - 1)} - 1),  l = 0 .. L - 1:  0 for the first layer, p for the last
 
 "LayerSkip" (Elhoushi et al. 2024) §4.1, eqs. 1 to 3, with its time schedule constant. Nothing is rescaled, as
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from topograd.errors import StackError
 
 
-def dropout_rates(layers: int, most: float) -> list[float]:
+def dropout_rates(layers: int, last: float) -> list[float]:
     """p_l of each layer.
 
     >>> [round(rate, 3) for rate in dropout_rates(3, 0.2)]
@@ -29,14 +29,14 @@ def dropout_rates(layers: int, most: float) -> list[float]:
     """
     if layers == 1:
         return [0.0]
-    return [most * (math.exp(i * math.log(2) / (layers - 1)) - 1) for i in range(layers)]
+    return [last * (math.exp(i * math.log(2) / (layers - 1)) - 1) for i in range(layers)]
 
 
 @contextmanager
 def dropped_layers(layers: Iterable[nn.Module], rates: Sequence[float]) -> Iterator[None]:
-    """Within it, layer l of every row is left out with probability rates[l]; no rates leave out none.
+    """Within it, layer l is skipped with probability rates[l], for each sequence; no rates skip none.
 
-    A layer's rows are drawn when it first runs: whatever runs again within it leaves out the same ones.
+    The draws are made when a layer first runs, and reused if it runs again.
     """
     hooks = [
         layer.register_forward_hook(LayerDropout(rate), with_kwargs=True)
@@ -51,7 +51,7 @@ def dropped_layers(layers: Iterable[nn.Module], rates: Sequence[float]) -> Itera
 
 
 def drops_layers(layer: nn.Module) -> bool:
-    """Whether a layer is left out for some rows just now."""
+    """Whether dropout is active on a layer."""
     return any(isinstance(hook, LayerDropout) for hook in layer._forward_hooks.values())
 
 
@@ -60,17 +60,16 @@ class LayerDropout:
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-        self._kept: Tensor | None = None
+        self._retained: Tensor | None = None
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
         h: Tensor = args[0] if kwargs.get("rows") is None else args[0][:, kwargs["rows"]]
         if h.shape != output.shape:
-            raise StackError(
-                f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}",
-                remedy="layer dropout needs layers that keep the shape",
-            )
-        if self._kept is None:
-            self._kept = torch.rand(len(h), device=h.device) >= self.rate
-        return torch.where(self._kept.view(-1, *[1] * (h.dim() - 1)), output, h)
+            problem = f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}"
+            remedy = "layer dropout needs layers that keep the shape"
+            raise StackError(problem, setting="layer_dropout", given=self.rate, remedy=remedy)
+        if self._retained is None:
+            self._retained = torch.rand(len(h), device=h.device) >= self.rate
+        return torch.where(self._retained.view(-1, *[1] * (h.dim() - 1)), output, h)

@@ -1,8 +1,8 @@
-"""Decoding states of layers: keys and values of attention, and values so far.
+"""Decoding states of layers: KV caches and histories.
 
-A state belongs to a batch of equally long sequences. Entry t of a buffer belongs to position t, so going back
-is free: `truncate(length)` forgets the rest, which is overwritten later. A recurrent layer's state goes back
-to a snapshot instead (`mamba/recurrent.py`). Sequences of different lengths share the buffers of
+A state belongs to a batch of equally long sequences. Entry t of a buffer belongs to position t, so
+`truncate(length)` only sets the length. A recurrent layer's state rolls back to a snapshot instead
+(`mamba/recurrent.py`). Sequences of different lengths share the buffers of
 `nn/slots.py`.
 """
 
@@ -17,13 +17,13 @@ from topograd.errors import StackError
 
 
 class LayerState(Protocol):
-    """What a layer keeps from token to token."""
+    """The state of a layer between tokens."""
 
     def truncate(self, length: int) -> int:
-        """Go back to `length` positions, or fewer; returns how many remain. The rest is run again."""
+        """Roll back to `length` positions, or fewer; returns how many remain. The rest must run again."""
 
     def copy(self) -> Self:
-        """A state that goes on by itself from here."""
+        """An independent copy."""
 
 
 FIRST = 256
@@ -33,7 +33,7 @@ FIRST = 256
 def grown(buffer: Tensor, dim: int, wanted: int, capacity: int) -> Tensor:
     """`buffer` with room for `wanted` positions along `dim`: itself, or a larger copy whose rest is zero.
 
-    Zeros: a position that no query may see has weight 0, and 0 times whatever was there could be NaN.
+    Zeros: a masked position has weight 0, and 0 times uninitialized memory could be NaN.
     """
     room = buffer.shape[dim]
     if wanted <= room:
@@ -62,8 +62,7 @@ class KVState:
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
             raise StackError(
-                f"the state holds {self.capacity} positions and {stop} are needed",
-                remedy="make it with more capacity",
+                setting="capacity", given=self.capacity, allowed=f"at least {stop}, the positions so far"
             )
         self.keys = grown(self.keys, 2, stop, self.capacity)
         self.values = grown(self.values, 2, stop, self.capacity)
@@ -84,7 +83,7 @@ class KVState:
 
 
 class History:
-    """Values of shape (batch, positions, ...) so far; the buffer is made when the first of them come."""
+    """Values of shape (batch, positions, ...) so far; the buffer is made at the first append."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0

@@ -1,6 +1,6 @@
-"""Relays that are learned: the catalogue R of boundary operators, and the ways to join an input bus.
+"""Learned relays: the catalogue R of boundary operators, and the joins of an input bus.
 
-Statement. What the receiving stage makes of the message h, with σ the logistic function, elementwise:
+Statement. What the receiving stage computes from the message h, with σ the logistic function, elementwise:
 
     gate            h ∘ σ(G h + b)                 the multiplicative gate, eq. 43 on the left
     residual-gate   h + (U V h) ∘ σ(G h + b)       eq. 43 on the right, its r_i of low rank
@@ -11,8 +11,8 @@ Statement. What the receiving stage makes of the message h, with σ the logistic
 `identity` and `pre-norm` need no parameters and are in `nn/relays.py`.
 
 Symbols and shapes. h (..., d), d the width; G, A (d, d), b (d), V (r, d), U (d, r), r the rank. At first the
-first source of a stage passes almost unchanged (σ(b) = 0.88, U V a projector, A the identity) and what is
-received beside it is almost silent (σ(b) = 0.12, U and A zero), so that a relay or a bus starts near the
+first source of a stage passes almost unchanged (σ(b) = 0.88, U V a projector, A the identity) and
+additional sources are almost zero (σ(b) = 0.12, U and A zero), so that a relay or a bus starts near the
 topology without it. `sigmoid` starts at σ(h) in both places.
 
 Everything here works at the receiving end; the message is h itself. A map at the sending end would be
@@ -42,11 +42,11 @@ from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import Topology
 
 OPEN = 2.0
-"""The gates' first bias: σ(2) = 0.88, and σ(-2) = 0.12 for what is received beside."""
+"""The gates' first bias: σ(2) = 0.88, and σ(-2) = 0.12 for additional sources."""
 
 
 class LearnedRelay(nn.Module, ABC):
-    """Sends h; subclasses say what is received."""
+    """Sends h; subclasses define `receive`."""
 
     def __init__(self, width: int, rank: int, beside: bool) -> None:
         """`beside` is for a source that is not the stage's first."""
@@ -57,7 +57,7 @@ class LearnedRelay(nn.Module, ABC):
 
     @abstractmethod
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
-        """What the receiving stage makes of the message."""
+        """The input of the receiving stage."""
 
 
 class Gate(LearnedRelay):
@@ -83,8 +83,7 @@ class LowRank(LearnedRelay):
             self.up.weight.copy_(torch.zeros_like(self.up.weight) if beside else self.down.weight.t())
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = self.up(self.down(message))
-        return out
+        return self.up(self.down(message))
 
 
 class ResidualGate(LearnedRelay):
@@ -107,8 +106,7 @@ class Linear(LearnedRelay):
         self.map = _affine(width, 0.0 if beside else 1.0, None)
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = self.map(message)
-        return out
+        return self.map(message)
 
 
 class Sigmoid(LearnedRelay):
@@ -134,7 +132,7 @@ _NAME = re.compile(rf"({'|'.join(LEARNED)})-\d+(?:-beside-\d+)?")  # as `topolog
 
 
 def add_relays(stack: Stack, topology: Topology) -> None:
-    """Give `stack` the learned relays that `topology` names and it lacks."""
+    """Add the learned relays of `topology` that the stack lacks."""
     missing = [
         (edge.relay, LEARNED[match[1]], i > 0)
         for stage in topology.stages
@@ -146,7 +144,7 @@ def add_relays(stack: Stack, topology: Topology) -> None:
     width = stack.width
     rank = max(width // 4, 1) if topology.relay_rank is None else topology.relay_rank
     if not 1 <= rank <= width:
-        raise ConfigError(f"relay rank is {rank}", remedy=f"it must lie in 1..{width}, the width")
+        raise ConfigError(setting="relay_rank", given=rank, allowed=f"in 1..{width}, the width")
     like = next(stack.parameters())
     for name, make, beside in missing:
         stack.add_relay(name, make(width, rank, beside=beside).to(like.device, like.dtype))

@@ -1,4 +1,4 @@
-"""LoRA: linear maps that learn by a correction of low rank, and become plain ones again.
+"""LoRA: low-rank corrections of linear maps, and their merging.
 
     y = W x + (α / r) B A x,     A (r, inputs) random, B (outputs, r) zero at first
 
@@ -29,7 +29,7 @@ _HANDLE, _SCALE = "_lora_hook", "_lora_scale"
 def add_lora(layers: Iterable[nn.Module], rank: int, alpha: float | None = None) -> int:
     """Give every linear map in these layers a correction of `rank`; returns how many. α is 2 r by default.
 
-    What the layers compute does not change. Their other parameters stop asking for gradients.
+    The outputs do not change. All other parameters of the layers get requires_grad=False.
     """
     if rank < 1:
         raise ConfigError(setting="lora_rank", given=rank, allowed="at least 1")
@@ -41,7 +41,7 @@ def add_lora(layers: Iterable[nn.Module], rank: int, alpha: float | None = None)
             _attach(module, rank, scale)
             count += 1
     if not count:
-        raise StackError("these layers have no linear maps, so LoRA has nothing to correct")
+        raise StackError("these layers have no linear maps, so LoRA has nothing to correct", setting="layers")
     return count
 
 
@@ -52,14 +52,18 @@ def linear_maps(layer: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+@torch.no_grad()
 def merge_lora(model: nn.Module) -> int:
     """Add every correction to its matrix and remove it; returns how many there were."""
-    merged = 0
-    for module in model.modules():
-        if has_lora(module):
-            _merge(module)
-            merged += 1
-    return merged
+    corrected: list[Any] = [module for module in model.modules() if has_lora(module)]
+    for module in corrected:
+        delta = module.__dict__.pop(_SCALE) * (module.lora_b @ module.lora_a)
+        module.__dict__.pop(_HANDLE).remove()
+        # Not in place: the matrix may be memory-mapped, or shared with another model.
+        weight = module.weight + (delta.T if _transposed(module) else delta)
+        module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+        del module.lora_a, module.lora_b
+    return len(corrected)
 
 
 def has_lora(module: nn.Module) -> bool:
@@ -71,14 +75,10 @@ def _attach(module: Any, rank: int, scale: float) -> None:
     weight: Tensor = module.weight
     inputs, outputs = weight.shape if _transposed(module) else weight.shape[::-1]
     if rank > min(inputs, outputs):
-        raise ConfigError(
-            f"lora_rank is {rank} and a map has {inputs} inputs and {outputs} outputs",
-            setting="lora_rank",
-            given=rank,
-            remedy="give at most the smaller",
-        )
+        problem = f"lora_rank is {rank} and a map has {inputs} inputs and {outputs} outputs"
+        raise ConfigError(problem, setting="lora_rank", given=rank, remedy="give at most the smaller")
     if has_lora(module):
-        raise StackError("a map has a LoRA correction already", remedy="merge it first")
+        raise StackError("a map has a LoRA correction already", setting="layers", remedy="merge it first")
     like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     a = torch.empty(rank, inputs, **like)
     if not a.is_meta:
@@ -90,18 +90,7 @@ def _attach(module: Any, rank: int, scale: float) -> None:
 
 
 def _correct(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    x = args[0]
-    return output + module.__dict__[_SCALE] * ((x @ module.lora_a.T) @ module.lora_b.T)
-
-
-@torch.no_grad()
-def _merge(module: Any) -> None:
-    delta = module.__dict__.pop(_SCALE) * (module.lora_b @ module.lora_a)
-    module.__dict__.pop(_HANDLE).remove()
-    # Not in place: the matrix may be a file that is mapped into memory, or another model's too.
-    weight = module.weight + (delta.T if _transposed(module) else delta)
-    module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
-    del module.lora_a, module.lora_b
+    return output + module.__dict__[_SCALE] * ((args[0] @ module.lora_a.T) @ module.lora_b.T)
 
 
 def _transposed(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Linear layers laid out once for few rows, as decoding has them.
+"""Linear layers packed for small batches, as in decoding.
 
 With one row a matrix is read once and used once, so its layout decides the speed; with 2 to 64 rows a kernel
 has to use what it read for every row. On a CPU in float32 there are two layouts here:

@@ -1,4 +1,4 @@
-"""How several stages become one prediction.
+"""Pooling of the logits of several stages.
 
     last        z_K                                  the deepest stage that was run
     sum         Σ z_k                           Log-OP, the product of experts; "Product of Experts" eq. 2
@@ -26,9 +26,7 @@ def pool(logits: Sequence[Tensor], how: str | Sequence[float]) -> Tensor:
     """Pooled logits of the stages, each (..., vocab); not normalised."""
     if not isinstance(how, str):
         if len(how) != len(logits):
-            raise ConfigError(
-                f"{len(how)} weights for {len(logits)} stages", remedy="give one weight per stage"
-            )
+            raise ConfigError(setting="how", given=how, allowed=f"{len(logits)} weights, one for each stage")
         return torch.stack([w * z for w, z in zip(how, logits, strict=True)]).sum(0)
     if how == "last":
         return logits[-1]
@@ -38,7 +36,7 @@ def pool(logits: Sequence[Tensor], how: str | Sequence[float]) -> Tensor:
         return torch.stack(list(logits)).mean(0)
     if how == "shrinkage":
         return torch.stack([shrinkage_weight(z) * z for z in logits]).sum(0)
-    raise ConfigError(setting="pooling", given=how, allowed=f"one of {POOLINGS} or give weights")
+    raise ConfigError(setting="how", given=how, allowed=f"one of {POOLINGS} or give weights")
 
 
 def shrinkage_weight(logits: Tensor) -> Tensor:

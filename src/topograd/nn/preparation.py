@@ -47,12 +47,9 @@ def check_prepared(stack: Stack, plan: Plan) -> None:
     if plan.topology.heads == "per-stage":
         missing = [head for head in _own_heads(plan) if not stack.has_head(head)]
         if missing:
-            raise StackError(
-                f"stage {missing[0] + 1} has no head of its own and the topology asks for one",
-                setting="heads",
-                given="per-stage",
-                remedy="call tg.prepare(stack, topology) before you build the optimizer",
-            )
+            problem = f"stage {missing[0] + 1} has no head of its own and the topology asks for one"
+            remedy = "call tg.prepare(stack, topology) before you build the optimizer"
+            raise StackError(problem, setting="heads", given="per-stage", remedy=remedy)
     for relay in dict.fromkeys(output.relay for planned in plan.stages for output, _ in planned.inputs):
         try:
             stack.relay(relay)
@@ -67,12 +64,9 @@ def check_prepared(stack: Stack, plan: Plan) -> None:
                 ),
             ) from None
     if any(parameter.requires_grad for parameter in _to_freeze(stack, plan)):
-        raise StackError(
-            "the topology has frozen stages and the stack's parameters still learn",
-            setting="frozen",
-            given=True,
-            remedy="call tg.prepare(stack, topology) before you build the optimizer",
-        )
+        problem = "the topology has frozen stages and the stack's parameters still learn"
+        remedy = "call tg.prepare(stack, topology) before you build the optimizer"
+        raise StackError(problem, setting="frozen", given=True, remedy=remedy)
 
 
 def _own_heads(plan: Plan) -> list[int]:

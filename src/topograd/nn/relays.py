@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Relay(Protocol):
-    """What carries a hidden state from one stage to another."""
+    """The transfer of a hidden state from one stage to another."""
 
     def send(self, h: Tensor, received: Tensor | None) -> Tensor: ...
 
@@ -35,7 +35,7 @@ class CausalRelay(ABC):
     """A relay whose message at a position depends on earlier ones, such as a bounded interface.
 
     Over a whole sequence it may use any shape of message. While decoding, messages have one entry for each
-    position, and both ends are given all positions so far; `ctx.positions` says which are new.
+    position, and both ends are given all positions so far; `ctx.positions` are the new ones.
     """
 
     @abstractmethod
@@ -44,11 +44,11 @@ class CausalRelay(ABC):
 
     @abstractmethod
     def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:
-        """What the receiver gets at the new positions, from the messages of all positions so far."""
+        """The receiver's input at the new positions, from the messages of all positions so far."""
 
     @abstractmethod
     def needed(self, time: int) -> tuple[int, Tensor | None]:
-        """Of `time` positions: how many leading ones `send` reads, and which of those alone, if not all."""
+        """Of `time` positions: how many leading ones `send` reads, and which of those, if not all."""
 
     @abstractmethod
     def send_pooled(self, pooled: Tensor, received: Tensor | None) -> Tensor:
@@ -66,7 +66,7 @@ class Identity:
 
 
 class PreNorm:
-    """Sends h and receives h / rms(h), the RMSNorm without a gain: the direction stays, the size goes."""
+    """Sends h and receives h / rms(h), the RMSNorm without a gain: the direction alone."""
 
     def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h

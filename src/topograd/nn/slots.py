@@ -1,4 +1,4 @@
-"""Buffers that many sequences share, and spans: new positions of several sequences that run as one batch.
+"""Shared buffers of a KV cache, and spans: new positions of several sequences that run as one batch.
 
 A sequence of a cache has a *place*: a slot of a buffer whose slots hold `room` positions each.
 
@@ -7,9 +7,9 @@ A sequence of a cache has a *place*: a slot of a buffer whose slots hold `room` 
 Sequences share one room, that of the longest, so that all of them lie in one tensor. It grows with them, as
 long as all slots together stay below MAX_SHARED_BYTES; one that would pass that has a room of STEP · 2ᵏ
 positions, with others of about that length.
-The new positions of several sequences are *packed*: N columns of one batch row, sequence behind sequence in
-the order of their places. A matrix is then read once for all of them, and nothing is padded. Sequences in
-neighbouring slots with equally many new positions are a *group*: attention, which looks at each sequence's
+The new positions of several sequences are *packed*: N columns of one sequence, concatenated in the order of
+their places. A matrix is then read once for all of them, and nothing is padded. Sequences in
+neighbouring slots with equally many new positions are a *group*: attention, which reads each sequence's
 own past, runs once for a group, on a view of the buffer.
 
 Limits: one thread at a time.
@@ -86,14 +86,14 @@ class PlaceTable:
         return min(room, self.capacity)
 
     def growth(self, place: Place, positions: int) -> int | None:
-        """What the shared room must become for so many positions of a sequence in it; None: it must move."""
+        """The size that the shared room needs for so many positions; None if the sequence must move."""
         if place.room != self.shared:
             return None
         room = self._steps(max(positions, self.shared + self.shared // 8))
         return room if self._fits(self.slots[self.shared], room) else None
 
     def grow(self, room: int) -> None:
-        """Make the shared room larger, for all that are in it."""
+        """Make the shared room larger, for all sequences in it."""
         old, self.shared = self.shared, room
         self._taken[room], self.slots[room] = self._taken.pop(old), self.slots.pop(old)
         for place in self._taken[room].values():
@@ -115,7 +115,7 @@ class PlaceTable:
             self.shared = 0 if place.room == self.shared else self.shared
 
     def move(self, place: Place, new: Place) -> Place:
-        """Let a sequence have another place, which was taken for it; the one that it had, to be freed."""
+        """Give a sequence a new place, which was taken for it; returns the old one, to be freed."""
         old = Place(*place.key)
         self._taken[old.room][old.slot] = old
         place.room, place.slot = new.key
@@ -164,14 +164,14 @@ class SlotBuffer:
         new.narrow(dim, length, target.room - length).zero_()
 
     def grow(self, old: int, new: int) -> None:
-        """Give the sequences of a room more of it."""
+        """Make a room larger, for all sequences in it."""
         buffer = self.rooms.pop(old, None)
         self._arrays.pop(old, None)
         if buffer is not None:
             self.at(new, len(buffer)).narrow(1 + len(self.lead), 0, old).copy_(buffer)
 
     def keep_rooms(self, rooms: Sequence[int]) -> None:
-        """Let go of the others."""
+        """Free all other rooms."""
         for room in [room for room in self.rooms if room not in rooms]:
             del self.rooms[room]
             self._arrays.pop(room, None)
@@ -253,18 +253,18 @@ class Group:
         return view[:, :, : self.stop]
 
     def pack(self, y: Tensor) -> Tensor:
-        """What attention gives (rows · time, ...), without what is none of the new positions."""
+        """Attention's output (rows · time, ...) at the new positions alone."""
         return y
 
 
 MAX_RAGGED = 16
-"""Sequences with at most so many new positions, drafts, are attended together, however many they have."""
+"""Sequences with at most so many new positions (drafts) attend together, even if their counts differ."""
 
 
 class RaggedGroup(Group):
-    """Neighbours with unlike few new positions, in a rectangle as wide as the most; for attention alone.
+    """Neighbours with different small numbers of new positions, padded to the largest; for attention alone.
 
-    A place of the rectangle that no position has attends to position 0, and is dropped.
+    Padding attends to position 0, and its output is dropped.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -287,9 +287,9 @@ class RaggedGroup(Group):
 
     @cached_property
     def _real(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of each new position its row, its position and its place in the rectangle; and of each place of
-        the rectangle its column."""
-        rows = [(row, start + i, i) for row, (start, n) in enumerate(self._spans()) for i in range(n)]
+        """Of each new position its row, position and padded index; of each padded index its column."""
+        spans = zip(self.starts, self.counts, strict=True)
+        rows = [(row, start + i, i) for row, (start, n) in enumerate(spans) for i in range(n)]
         ends = list(accumulate(self.counts, initial=0))
         columns = [
             [ends[row] + i if i < n else 0 for i in range(self.count)] for row, n in enumerate(self.counts)
@@ -301,9 +301,6 @@ class RaggedGroup(Group):
             send(place, self.device),
             send(columns, self.device),
         )
-
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        return zip(self.starts, self.counts, strict=True)
 
     def unpack(self, x: Tensor, dim: int) -> Tensor:
         """(1, heads, N, width) to (rows, heads, time, width)."""
@@ -333,7 +330,7 @@ class Spans:
     ) -> None:
         self.key = _key(places, starts, counts)
         self.tokens: list[int] | None = None
-        """The tokens at these positions, where somebody has noted them."""
+        """The tokens at these positions, if known."""
         self.places, self.starts, self.counts, self.device = places, starts, counts, device
         self.groups: list[Group] = []
         column = first = 0
@@ -359,14 +356,14 @@ class Spans:
 
     @property
     def offset(self) -> int | Tensor:
-        """What `Stack.layer_context` takes as the positions of the packed columns."""
+        """The positions of the packed columns, for `Stack.layer_context`."""
         if len(self.places) == 1:
             return self.starts[0]
         each = zip(self.starts, self.counts, strict=True)
         return send([[p for start, n in each for p in range(start, start + n)]], self.device)
 
     def read(self, buffer: SlotBuffer) -> Tensor:
-        """What a buffer holds at these positions: (1, N, ...)."""
+        """The entries of a buffer at these positions: (1, N, ...)."""
         parts = [group.read(buffer).reshape(1, -1, *buffer.tail) for group in self.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -412,13 +409,13 @@ class Spans:
         return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
     def bind(self, ctx: LayerContext, stack: Stack) -> LayerContext:
-        """The layer context of the packed columns as layers with slots read it."""
+        """The layer context of the packed columns, for layers with slots."""
         self._ctx, self._stack = ctx, stack
         if len(self.places) == 1:
             self.group_contexts = [ctx]
         else:
             self.group_contexts = [
-                replace(ctx, positions=group.positions, extras={"masks": {}, "visible": {}})
+                replace(ctx, positions=group.positions, mask=None, masks={}, additive_masks={})
                 for group in self.attended
             ]
         return replace(ctx, spans=self)

@@ -8,7 +8,7 @@ A run's `[model]` table names its kind and gives the fields of that kind's spec:
 
 A spec of your own is a frozen dataclass that inherits `ModelSpec`, with `layers`, `width`, `vocab` and
 `context` as fields or properties, and `build`. Everything else (training, resuming, evaluation, decoding,
-serving) asks the stack for what it can do (`capabilities.py`) and never for its class.
+serving) uses the capabilities of the stack (`capabilities.py`), never its class.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ModelSpec:
     """The settings of a model. Subclasses are frozen dataclasses."""
 
     task: ClassVar[Task] = "text"
-    """What the model is trained on: the next token of a text, or the class of an image."""
+    """Next-token prediction on text, or classification of images."""
     loads_empty: ClassVar[bool] = False
-    """Whether `build` works on the meta device, to be filled by a checkpoint: opening takes less memory."""
+    """Whether `build` works on the meta device, to be filled by a checkpoint."""
 
     if TYPE_CHECKING:  # fields or properties of every spec
 
@@ -50,7 +50,8 @@ class ModelSpec:
     def build(self, topology: Topology) -> Stack:
         """A stack with random weights and the layers of `topology`, which may be more than `self.layers`:
         private decoders lie behind the model's own."""
-        raise ConfigError(f"{type(self).__name__} has no build", remedy="a model spec must define it")
+        problem, remedy = f"{type(self).__name__} has no build", "a model spec must define it"
+        raise ConfigError(problem, setting="build", remedy=remedy)
 
     @property
     def kind(self) -> str:
@@ -68,8 +69,7 @@ class ModelSpec:
     @classmethod
     def from_dict(cls, kind: str, table: Mapping[str, Any]) -> ModelSpec:
         """The spec of a `[model]` table, without its `kind`, every value checked."""
-        spec: ModelSpec = build_dataclass(cls, table, "model.")
-        return spec
+        return build_dataclass(cls, table, "model.")
 
 
 _GPT = "topograd.nn.config:GPTConfig"
@@ -94,10 +94,11 @@ def read_spec(table: Mapping[str, Any]) -> ModelSpec:
     rest = dict(table)
     kind = rest.pop("kind", "gpt")
     if not isinstance(kind, str):
-        raise ConfigError(f"setting model.kind is {kind!r}", remedy='it must be text, as "gpt"')
-    found = MODELS["resnet" if kind.startswith("resnet") and kind[6:].isdigit() else kind]
-    if not (isinstance(found, type) and issubclass(found, ModelSpec)):
+        problem = f"setting model.kind is {kind!r}"
+        raise ConfigError(problem, setting="model.kind", given=kind, allowed='text, as "gpt"')
+    spec_class = MODELS["resnet" if kind.startswith("resnet") and kind[6:].isdigit() else kind]
+    if not (isinstance(spec_class, type) and issubclass(spec_class, ModelSpec)):
         raise ConfigError(
-            f"model kind {kind!r} is no ModelSpec", remedy="name a class that inherits tg.ModelSpec"
+            setting="model.kind", given=kind, allowed="the name of a class that inherits tg.ModelSpec"
         )
-    return found.from_dict(kind, rest)
+    return spec_class.from_dict(kind, rest)

@@ -17,7 +17,7 @@ sequence. The stage index only chooses among per-stage heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,18 @@ class LayerContext:
     x0: Tensor
     inputs: Tensor
     positions: Tensor
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    """Masks, rotary tables and arguments of adapted layers, by name."""
+    rotary: Any = None
+    """cos and sin of the positions; in decoding forms one complex table."""
+    local_rotary: Any = None
+    """The same for layers with a window, where these have frequencies of their own."""
+    mask: Tensor | None = None
+    """An attention mask for all layers, in place of the causal one."""
+    masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    """Causal masks so far, by number of keys and window; layers share them."""
+    additive_masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """The same with 0 and -inf, for fused attention."""
+    calls: Sequence[Any] = ()
+    """The arguments of each layer of an adapted model."""
     spans: Spans | None = None
     """The sequences of the packed positions, while several decode as one batch (`slots.py`)."""
 
@@ -66,11 +76,11 @@ class Stack(nn.Module):
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         """x0 from the inputs; `previous` is the token before them, for stacks that embed it too."""
-        raise StackError(f"{type(self).__name__} has no embed", remedy="a stack must define it")
+        raise _undefined(self, "embed")
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
-        raise StackError(f"{type(self).__name__} has no readout", remedy="a stack must define it")
+        raise _undefined(self, "readout")
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         """The context of inputs whose first position is `offset`, or whose positions (batch, time) it is."""
@@ -115,12 +125,9 @@ class Stack(nn.Module):
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         """Give these stages heads of their own where they lack them; True if parameters were added."""
-        raise StackError(
-            f"{type(self).__name__} has one head for all stages",
-            setting="heads",
-            given="per-stage",
-            remedy="use heads='shared' or define add_heads",
-        )
+        problem = f"{type(self).__name__} has one head for all stages"
+        remedy = "use heads='shared' or define add_heads"
+        raise StackError(problem, setting="heads", given="per-stage", remedy=remedy)
 
     def has_head(self, stage: int) -> bool:
         """Whether `stage` has a head of its own."""
@@ -129,17 +136,17 @@ class Stack(nn.Module):
     @property
     def width(self) -> int:
         """Numbers in a hidden state, which learned relays are sized by."""
-        raise StackError(f"{type(self).__name__} has no width", remedy="define it, or add relays yourself")
+        raise _undefined(self, "width")
 
     @property
     def vocab(self) -> int:
         """Tokens, or classes, that the readout has logits for."""
-        raise StackError(f"{type(self).__name__} has no vocab", remedy="define it")
+        raise _undefined(self, "vocab")
 
     @property
     def context(self) -> int:
         """Positions that the stack sees, which interfaces are sized by."""
-        raise StackError(f"{type(self).__name__} has no context", remedy="define it, or add relays yourself")
+        raise _undefined(self, "context")
 
     def features(self, h: Tensor) -> Tensor:
         """The numbers (..., width) that a head reads of a hidden state."""
@@ -183,10 +190,8 @@ class Stack(nn.Module):
         For other topologies use `Predictor` (`exec/forward.py`).
         """
         if self.learned_relays():
-            raise StackError(
-                f"this {type(self).__name__} has relays, so its layers do not simply follow one another",
-                remedy="call Predictor(stack, plan) instead",
-            )
+            problem = f"this {type(self).__name__} has relays, so its layers are not a plain chain"
+            raise StackError(problem, setting="relays", remedy="call Predictor(stack, plan) instead")
         h = self.embed(inputs)
         ctx = self.layer_context(h, inputs)
         for layer in self.layers:
@@ -194,14 +199,15 @@ class Stack(nn.Module):
         return self.readout(h, self.last_stage)
 
 
+def _undefined(stack: Stack, name: str) -> StackError:
+    return StackError(f"{type(stack).__name__} has no {name}", setting=name, remedy="a stack must define it")
+
+
 def check_stack(model: object) -> Stack:
     """`model` if it is a stack; raises StackError for any other module."""
     if not isinstance(model, Stack):
         kind = type(model).__name__
-        raise StackError(
-            f"the model is a {kind}, not a tg.Stack",
-            setting="stack",
-            given=kind,
-            remedy="wrap it with tg.adapt(model, ...), or inherit tg.Stack",
-        )
+        problem = f"the model is a {kind}, not a tg.Stack"
+        remedy = "wrap it with tg.adapt(model, ...), or inherit tg.Stack"
+        raise StackError(problem, setting="stack", given=kind, remedy=remedy)
     return model

@@ -1,4 +1,4 @@
-"""A translator: what an exit of a frozen model reads its state through.
+"""Translators: affine maps before the heads of early exits of a frozen model.
 
     T(u) = u + A u + b
 
@@ -34,7 +34,7 @@ class Translator(nn.Module):
 
 
 class Readable(Protocol):
-    """Whatever reads hidden states: a stack or a runtime."""
+    """A stack or a runtime: hidden states to logits."""
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor: ...
 
@@ -48,6 +48,6 @@ class TranslatedReader:
         self.reader, self.translators, self.last = reader, translators, last
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
-        """Logits of h by the head of `stage`; the last head is not translated, nor its translators asked."""
+        """Logits of h by the head of `stage`; the last head is not translated."""
         translator = None if stage == self.last else self.translators().get(stage)
         return self.reader.readout(h if translator is None else translator(unit(h)), stage, rows)

@@ -14,7 +14,7 @@ import tyro
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.limits import check_rules
-from topograd.nn.config import MOST, GPTConfig, SegmentInterface
+from topograd.nn.config import MAX_SIZE, GPTConfig, SegmentInterface
 from topograd.nn.spec import ModelSpec, read_spec
 from topograd.reading import build_dataclass
 from topograd.registry import Registry
@@ -372,8 +372,8 @@ def _without_none(value: Any) -> Any:
 
 
 def _check_range(name: str, value: int, least: int) -> None:
-    if not least <= value <= MOST:
-        most = f" and at most {MOST}" if value > MOST else ""
+    if not least <= value <= MAX_SIZE:
+        most = f" and at most {MAX_SIZE}" if value > MAX_SIZE else ""
         raise ConfigError(setting=name, given=value, allowed=f"at least {least}{most}")
 
 

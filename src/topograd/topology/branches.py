@@ -92,12 +92,9 @@ def _checked(plan: Plan, path: Path) -> Path:
         raise TopologyError("a path has no stage", setting="path", given=path, remedy="give at least one")
     for stage in path:
         if not 0 <= stage < len(plan.stages):
-            raise TopologyError(
-                f"stage {stage + 1} does not exist",
-                setting="path",
-                given=path,
-                remedy=f"the plan has stages 1 to {len(plan.stages)}",
-            )
+            problem = f"stage {stage + 1} does not exist"
+            remedy = f"the plan has stages 1 to {len(plan.stages)}"
+            raise TopologyError(problem, setting="path", given=path, remedy=remedy)
     name = path_name(path)
     if len(set(path)) < len(path):
         remedy = "a stage runs at most once in a path"
@@ -108,27 +105,17 @@ def _checked(plan: Plan, path: Path) -> Path:
     counts = [_source_stages(plan, stage) for stage in path]
     if counts[0] > 0:
         roots = ", ".join(str(k + 1) for k in range(len(plan.stages)) if not _source_stages(plan, k))
-        raise TopologyError(
-            f"path {name} begins with stage {path[0] + 1}, which was trained to read another stage",
-            setting="path",
-            given=path,
-            remedy=f"begin with a stage that starts at the embedding: {roots}",
-        )
+        problem = f"path {name} begins with stage {path[0] + 1}, which was trained to read another stage"
+        remedy = f"begin with a stage that starts at the embedding: {roots}"
+        raise TopologyError(problem, setting="path", given=path, remedy=remedy)
     for stage, count in zip(path[1:], counts[1:], strict=True):
         if count == 0:
-            raise TopologyError(
-                f"path {name} puts a stage before stage {stage + 1}, which starts at the embedding",
-                setting="path",
-                given=path,
-                remedy="begin a path with it",
-            )
+            problem = f"path {name} puts a stage before stage {stage + 1}, which starts at the embedding"
+            raise TopologyError(problem, setting="path", given=path, remedy="begin a path with it")
         if count > 1:
-            raise TopologyError(
-                f"path {name} runs stage {stage + 1}, which reads {count} stages' outputs at once",
-                setting="path",
-                given=path,
-                remedy="a path has one to offer, so use paths without that stage",
-            )
+            problem = f"path {name} runs stage {stage + 1}, which reads {count} stages' outputs at once"
+            remedy = "a path has one to offer, so use paths without that stage"
+            raise TopologyError(problem, setting="path", given=path, remedy=remedy)
     return path
 
 
@@ -200,12 +187,8 @@ def parse_path(text: str) -> Path:
         start = _stage(text, first)
         stop = _stage(text, last) if dash else start
         if stop < start:
-            raise ConfigError(
-                f"path {shown(text)} counts down in {shown(part.strip())}",
-                setting="path",
-                given=text,
-                remedy="write the smaller first",
-            )
+            problem = f"path {shown(text)} counts down in {shown(part.strip())}"
+            raise ConfigError(problem, setting="path", given=text, remedy="write the smaller first")
         path.extend(range(start - 1, stop))
     return tuple(path)
 
@@ -213,12 +196,8 @@ def parse_path(text: str) -> Path:
 def _stage(text: str, token: str) -> int:
     digits = token.strip()
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 9 and 0 < int(digits) <= MAX_LAYERS):
-        raise ConfigError(
-            f"path {shown(text)} has {shown(digits)} where a stage from 1 to {MAX_LAYERS} belongs",
-            setting="path",
-            given=text,
-            remedy="write stages as in 1-4 or 1,3",
-        )
+        problem = f"path {shown(text)} has {shown(digits)} where a stage from 1 to {MAX_LAYERS} belongs"
+        raise ConfigError(problem, setting="path", given=text, remedy="write stages as in 1-4 or 1,3")
     return int(digits)
 
 
@@ -242,10 +221,7 @@ def _weight(text: str, factor: str) -> float:
     except ValueError:
         weight = math.nan
     if not 0 < weight < math.inf:
-        raise ConfigError(
-            f"branches {shown(text)} have weight {shown(factor.strip())}",
-            setting="branches",
-            given=text,
-            remedy="a weight is a positive number, as in 1-4*3+1-5",
-        )
+        problem = f"branches {shown(text)} have weight {shown(factor.strip())}"
+        remedy = "a weight is a positive number, as in 1-4*3+1-5"
+        raise ConfigError(problem, setting="branches", given=text, remedy=remedy)
     return weight

@@ -23,7 +23,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from topograd.errors import TopologyError, shown
 
@@ -31,8 +31,35 @@ MAX_LAYERS = 10_000
 """More layers than this raise TopologyError."""
 
 
+class Lattice:
+    """The operators of a lattice, from `<=`, `join` and `meet`."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def __le__(self, other: Self) -> bool: ...
+        def join(self, other: Self) -> Self: ...
+        def meet(self, other: Self) -> Self: ...
+
+    def __lt__(self, other: Self) -> bool:
+        return self <= other and self != other if isinstance(other, type(self)) else NotImplemented
+
+    def __ge__(self, other: Self) -> bool:
+        return other <= self if isinstance(other, type(self)) else NotImplemented
+
+    def __gt__(self, other: Self) -> bool:
+        return other < self if isinstance(other, type(self)) else NotImplemented
+
+    def __or__(self, other: Self) -> Self:
+        return self.join(other) if isinstance(other, type(self)) else NotImplemented
+
+    def __and__(self, other: Self) -> Self:
+        return self.meet(other) if isinstance(other, type(self)) else NotImplemented
+
+
 @dataclass(frozen=True, slots=True)
-class Composition:
+class Composition(Lattice):
     """An ordered tuple of positive parts, the depths of the stages (Def. 2.1).
 
     >>> print(Composition.parse("4,4,4") | Composition.parse("6,6"))
@@ -79,12 +106,9 @@ class Composition:
             cut = _whole(boundary)
             if cut is None or not 0 < cut < layers:
                 allowed = f"whole numbers from 1 to {layers - 1}" if layers > 1 else "none, with one layer"
-                raise TopologyError(
-                    f"boundary {shown(boundary)} in a stack of {layers} layers does not exist",
-                    setting="boundaries",
-                    given=boundary,
-                    remedy=f"internal boundaries are {allowed}",
-                )
+                problem = f"boundary {shown(boundary)} in a stack of {layers} layers does not exist"
+                remedy = f"internal boundaries are {allowed}"
+                raise TopologyError(problem, setting="boundaries", given=boundary, remedy=remedy)
             cuts.add(cut)
         return _from_cuts(layers, cuts)
 
@@ -178,36 +202,13 @@ class Composition:
     def __le__(self, other: Composition) -> bool:
         return other.refines(self) if isinstance(other, Composition) else NotImplemented
 
-    def __lt__(self, other: Composition) -> bool:
-        return self <= other and self != other if isinstance(other, Composition) else NotImplemented
-
-    def __ge__(self, other: Composition) -> bool:
-        return self.refines(other) if isinstance(other, Composition) else NotImplemented
-
-    def __gt__(self, other: Composition) -> bool:
-        return self >= other and self != other if isinstance(other, Composition) else NotImplemented
-
-    def __or__(self, other: Composition) -> Composition:
-        return self.join(other) if isinstance(other, Composition) else NotImplemented
-
-    def __and__(self, other: Composition) -> Composition:
-        return self.meet(other) if isinstance(other, Composition) else NotImplemented
-
     def _check_same_layers(self, other: Composition) -> None:
         if not isinstance(other, Composition):
-            raise TopologyError(
-                f"{shown(other)} is not a composition",
-                setting="other",
-                given=other,
-                remedy="make one with Composition.parse",
-            )
+            raise TopologyError(setting="other", given=other, allowed="a Composition; see Composition.parse")
         if self.layers != other.layers:
-            raise TopologyError(
-                f"compositions of {self.layers} and of {other.layers} layers do not compare",
-                setting="layers",
-                given=other.layers,
-                remedy="give two compositions with the same number of layers",
-            )
+            problem = f"compositions of {self.layers} and of {other.layers} layers do not compare"
+            remedy = "give two compositions with the same number of layers"
+            raise TopologyError(problem, setting="layers", given=other.layers, remedy=remedy)
 
 
 def enumerate_compositions(

@@ -24,12 +24,7 @@ from enum import StrEnum
 from typing import Literal
 
 from topograd.errors import TopologyError
-from topograd.topology.composition import (
-    Composition,
-    count_compositions,
-    positive_int,
-    shown,
-)
+from topograd.topology.composition import Composition, Lattice, count_compositions, positive_int
 
 
 class Heads(StrEnum):
@@ -60,7 +55,7 @@ class Heads(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
+class Configuration(Lattice):
     """A point (π, H) of C(L) (Def. 2.5).
 
     >>> print(Configuration.parse("4,4,4", heads="per-stage") & Configuration.parse("4,8"))
@@ -73,10 +68,9 @@ class Configuration:
     def __post_init__(self) -> None:
         if not isinstance(self.composition, Composition):
             raise TopologyError(
-                f"{shown(self.composition)} is not a composition",
                 setting="composition",
                 given=self.composition,
-                remedy="make one with Composition.parse, or use Configuration.parse",
+                allowed="a Composition, or use Configuration.parse",
             )
         object.__setattr__(self, "heads", Heads(self.heads))
 
@@ -153,21 +147,6 @@ class Configuration:
             return NotImplemented
         return self.composition <= other.composition and self.heads <= other.heads
 
-    def __lt__(self, other: Configuration) -> bool:
-        return self <= other and self != other if isinstance(other, Configuration) else NotImplemented
-
-    def __ge__(self, other: Configuration) -> bool:
-        return other <= self if isinstance(other, Configuration) else NotImplemented
-
-    def __gt__(self, other: Configuration) -> bool:
-        return other < self if isinstance(other, Configuration) else NotImplemented
-
-    def __or__(self, other: Configuration) -> Configuration:
-        return self.join(other) if isinstance(other, Configuration) else NotImplemented
-
-    def __and__(self, other: Configuration) -> Configuration:
-        return self.meet(other) if isinstance(other, Configuration) else NotImplemented
-
 
 def count_configurations(layers: int, stages: int | None = None, min_depth: int = 1) -> int:
     """Two for each composition; 2^L without restrictions (Prop. 2.6)."""
@@ -176,9 +155,4 @@ def count_configurations(layers: int, stages: int | None = None, min_depth: int 
 
 def _check(other: Configuration) -> None:
     if not isinstance(other, Configuration):
-        raise TopologyError(
-            f"{shown(other)} is not a configuration",
-            setting="other",
-            given=other,
-            remedy="make one with Configuration.parse",
-        )
+        raise TopologyError(setting="other", given=other, allowed="a Configuration; see Configuration.parse")

@@ -223,12 +223,9 @@ class Topology:
         """
         source = source or Edge(EMBEDDING)
         if source.source >= len(self.stages) - 1 and source.source != EMBEDDING:
-            raise TopologyError(
-                f"the input bus comes from stage {source.source}, behind which no stage lies",
-                setting="source",
-                given=source.source,
-                remedy=f"stages 0..{len(self.stages) - 1} exist, so use an earlier one or EMBEDDING",
-            )
+            problem = f"the input bus comes from stage {source.source}, behind which no stage lies"
+            remedy = f"stages 0..{len(self.stages) - 1} exist, so use an earlier one or EMBEDDING"
+            raise TopologyError(problem, setting="source", given=source.source, remedy=remedy)
         stages = []
         for k, stage in enumerate(self.stages):
             root = all(e.source == EMBEDDING for e in stage.sources)
@@ -280,20 +277,16 @@ class Topology:
         predicting = [k for k, stage in enumerate(self.stages) if stage.weight > 0]
         before = prediction_of(self, predicting)
         if not last and before.kind != "last":
-            raise TopologyError(
-                f"the last stage is to have no decoder, and the stages predict by {before.kind}",
-                setting="last",
-                given=last,
-                remedy="give all of them one, or let the last stage predict",
-            )
+            problem = f"the last stage is to have no decoder, and the stages predict by {before.kind}"
+            remedy = "give all of them one, or let the last stage predict"
+            raise TopologyError(problem, setting="last", given=last, remedy=remedy)
         if before.kind in ("last", "sum"):
             return before.kind
         if before.kind == "path":
             raise TopologyError(
-                "a path of stages with private decoders cannot predict",
                 setting="prediction",
                 given=self.prediction,
-                remedy="use 'last' or weights",
+                allowed="'last' or weights, with private decoders",
             )
         weights = [0.0] * (len(self.stages) + len(predicting))
         for stage, weight in before.full:
@@ -366,12 +359,9 @@ def _validate(topology: Topology) -> None:
         if getattr(topology, name) not in allowed:
             raise TopologyError(setting=name, given=getattr(topology, name), allowed=f"one of {allowed}")
     if topology.layers > MAX_LAYERS:
-        raise TopologyError(
-            f"the topology has {topology.layers} layers",
-            setting="layers",
-            given=topology.layers,
-            remedy=f"there may be at most {MAX_LAYERS}",
-        )
+        problem = f"the topology has {topology.layers} layers"
+        remedy = f"there may be at most {MAX_LAYERS}"
+        raise TopologyError(problem, setting="layers", given=topology.layers, remedy=remedy)
     for k, stage in enumerate(topology.stages):
         _validate_stage(topology, k, stage)
     for name in ("head_rank", "relay_rank"):
@@ -390,11 +380,8 @@ def _validate(topology: Topology) -> None:
 
 def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
     if not 0 <= stage.start < stage.stop <= topology.layers:
-        raise TopologyError(
-            f"stage {k} covers layers {stage.start}..{stage.stop}",
-            setting="stop",
-            given=stage.stop,
-            remedy=f"an interval must satisfy 0 <= start < stop <= {topology.layers}",
+        raise _stage_error(
+            k, "stop", stage.stop, allowed=f"above start {stage.start} and at most {topology.layers}"
         )
     if not 0 <= stage.weight < math.inf:
         raise _stage_error(k, "weight", stage.weight, allowed="finite and at least 0")
@@ -407,12 +394,7 @@ def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
     for edge in stage.sources:
         _validate_edge(topology, k, edge)
     if len({topology.source_layer(edge) for edge in stage.sources}) < len(stage.sources):
-        raise TopologyError(
-            f"stage {k} reads the same source twice",
-            setting="sources",
-            given=stage.sources,
-            remedy="list each source once",
-        )
+        raise _stage_error(k, "sources", stage.sources, allowed="different sources")
 
 
 def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
@@ -434,5 +416,5 @@ def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
 
 
 def _stage_error(k: int, setting: str, given: object, allowed: str = "", remedy: str = "") -> TopologyError:
-    problem = f"{setting} of stage {k} is {given!r}"
+    problem = f"stage {k} has {setting} {given!r}"
     return TopologyError(problem, setting=setting, given=given, allowed=allowed, remedy=remedy)

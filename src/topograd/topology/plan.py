@@ -180,20 +180,14 @@ def topology_of(value: Topology | Configuration | Composition | str, layers: int
     if isinstance(value, str) and value.strip() in ("L", "l"):
         value = str(layers)
     if not isinstance(value, str | Composition | Configuration):
-        raise TopologyError(
-            f"{value!r} is no topology",
-            setting="topology",
-            given=value,
-            remedy='give a partition such as "2,2", a Topology or a Plan',
-        )
+        problem = f"{value!r} is no topology"
+        remedy = 'give a partition such as "2,2", a Topology or a Plan'
+        raise TopologyError(problem, setting="topology", given=value, remedy=remedy)
     return Topology.chain(value)
 
 
 def _check_layers(topology: Topology, layers: int) -> None:
     if topology.layers != layers:
-        raise TopologyError(
-            f"the topology has {topology.layers} layers and the stack has {layers}",
-            setting="layers",
-            given=topology.layers,
-            remedy=f"use a partition of {layers}",
-        )
+        problem = f"the topology has {topology.layers} layers and the stack has {layers}"
+        remedy = f"use a partition of {layers}"
+        raise TopologyError(problem, setting="layers", given=topology.layers, remedy=remedy)

@@ -105,27 +105,18 @@ def _auto(topology: Topology, predicting: Sequence[int]) -> Prediction:
 def _weighted(topology: Topology, predicting: Sequence[int], weights: tuple[float, ...]) -> Prediction:
     """Σ w_j z_j; an exit shares the whole weight out over the stages up to it."""
     if len(weights) != len(topology.stages):
-        raise TopologyError(
-            f"{len(weights)} weights for {len(topology.stages)} stages",
-            setting="prediction",
-            given=weights,
-            remedy="a prediction needs one for each",
-        )
+        problem = f"{len(weights)} weights for {len(topology.stages)} stages"
+        remedy = "a prediction needs one for each"
+        raise TopologyError(problem, setting="prediction", given=weights, remedy=remedy)
     total = math.fsum(weights)
     if not all(0 <= w < math.inf for w in weights) or not total > 0:
         raise TopologyError(
-            f"prediction weights are {list(weights)}",
-            setting="prediction",
-            given=weights,
-            remedy="give finite ones of at least 0, one of them positive",
+            setting="prediction", given=weights, allowed="finite weights of at least 0, not all 0"
         )
     silent = [k for k, w in enumerate(weights) if w and k not in predicting]
     if silent:
         raise TopologyError(
-            f"stage {silent[0] + 1} has no loss, so its logits mean nothing",
-            setting="prediction",
-            given=weights,
-            remedy="give it the weight 0",
+            setting="prediction", given=weights, allowed=f"0 for stage {silent[0] + 1}, which has no loss"
         )
     exits: dict[int, Terms] = {}
     for k in predicting:
@@ -145,17 +136,10 @@ def _path(topology: Topology, predicting: Sequence[int], how: str) -> tuple[int,
 
     path = parse_path(how.removeprefix("path:"))
     if max(path) >= len(topology.stages):
-        raise TopologyError(
-            f"prediction {how} names stage {max(path) + 1}",
-            setting="prediction",
-            given=how,
-            remedy=f"the topology has stages 1 to {len(topology.stages)}",
-        )
+        problem = f"prediction {how} names stage {max(path) + 1}"
+        remedy = f"the topology has stages 1 to {len(topology.stages)}"
+        raise TopologyError(problem, setting="prediction", given=how, remedy=remedy)
     if path[-1] not in predicting:
-        raise TopologyError(
-            f"prediction {how} ends at stage {path[-1] + 1}, which has no loss",
-            setting="prediction",
-            given=how,
-            remedy="end elsewhere",
-        )
+        problem = f"prediction {how} ends at stage {path[-1] + 1}, which has no loss"
+        raise TopologyError(problem, setting="prediction", given=how, remedy="end elsewhere")
     return path

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
 from topograd.exec.train_step import train_step
@@ -26,9 +27,9 @@ def tokens(seed: int = 1) -> Tensor:
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     """Every gradient, by name; they are taken away."""
-    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    result = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
-    return found
+    return result
 
 
 def test_logits_bit_for_bit(foreign: Foreign) -> None:
@@ -50,9 +51,9 @@ def test_one_stage_gives_the_models_own_gradients_bit_for_bit(foreign: Foreign) 
     loss.backward()
     expected = gradients(model)
     assert torch.equal(train_step(stack, Topology.chain("4"), tokens(), targets), loss.detach()[None])
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    result = gradients(model)
+    assert result.keys() == expected.keys()
+    assert [name for name in result if not torch.equal(result[name], expected[name])] == []
 
 
 def test_eager_gpt2_is_the_one_without_a_cache(models: dict[str, Callable[..., Any]]) -> None:
@@ -92,7 +93,7 @@ def test_no_cache_is_made_or_kept(foreign: Foreign) -> None:
     assert model.config.use_cache
     inputs = tokens()
     with torch.no_grad():
-        calls = stack.layer_context(stack.embed(inputs), inputs).extras["calls"]
+        calls = stack.layer_context(stack.embed(inputs), inputs).calls
     assert len(calls) == 4
     assert all(call.kwargs["use_cache"] is False for call in calls)
     assert all(call.kwargs.get("past_key_values") is None for call in calls)
@@ -101,7 +102,7 @@ def test_no_cache_is_made_or_kept(foreign: Foreign) -> None:
 def test_layers_may_have_masks_of_their_own(models: dict[str, Callable[..., Any]]) -> None:
     model = models["qwen2"]().eval()
     stack = adapt(model, layers="model.layers", norm="model.norm", head="lm_head")
-    calls = stack.layer_context(stack.embed(tokens()), tokens()).extras["calls"]
+    calls = stack.layer_context(stack.embed(tokens()), tokens()).calls
     masks = [call.kwargs["attention_mask"] for call in calls]
     assert masks[0] is None
     assert masks[3] is not None
@@ -123,8 +124,8 @@ def test_dropout_draws_what_the_model_draws(models: dict[str, Callable[..., Any]
     torch.manual_seed(5)
     train_step(stack, Topology.chain("4"), tokens(), tokens())
     assert torch.equal(torch.rand(1), after)
-    found = gradients(model)
-    assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+    result = gradients(model)
+    assert [n for n in expected if not torch.equal(result[n], expected[n])] == []
     torch.manual_seed(5)
     stack.verify(tokens())
     assert torch.equal(torch.get_rng_state(), torch.manual_seed(5).get_state())
@@ -137,8 +138,8 @@ def test_gradient_checkpointing_of_the_model_goes_on_working(models: dict[str, C
     expected = gradients(model)
     model.gradient_checkpointing_enable()
     train_step(stack, Topology.chain("2,2"), tokens(), tokens())
-    found = gradients(model)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result = gradients(model)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 def test_logits_that_the_model_changes_are_found() -> None:
@@ -159,7 +160,7 @@ def test_logits_that_the_model_changes_are_found() -> None:
         if softcap is None:
             stack.verify(tokens())
         else:
-            with pytest.raises(StackError, match="Gemma2ForCausalLM, first in the logits, after lm_head, by"):
+            with refused(StackError, setting="model", given="Gemma2ForCausalLM"):
                 stack.verify(tokens())
 
 

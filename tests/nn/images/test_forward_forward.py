@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
+from raising import refused
 from topograd.errors import StackError
 from topograd.nn.images.stack import ImageStack
 from topograd.nn.preparation import prepare
@@ -37,5 +37,5 @@ def test_labels_are_all_that_differs(small: Make, batch: tuple[Tensor, Tensor]) 
 def test_there_are_no_heads(small: Make) -> None:
     stack = small("forward-forward")
     assert not list(stack.head.parameters())
-    with pytest.raises(StackError, match="no head"):
+    with refused(StackError, setting="heads", given="per-stage"):
         prepare(stack, Topology.chain(Configuration.parse("1,1,1", heads="per-stage")))

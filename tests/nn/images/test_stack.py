@@ -1,4 +1,4 @@
-"""Networks on pictures keep the stack's contract: one executor, shapes that change, heads that pool."""
+"""Networks on images keep the stack's contract: one executor, shapes that change, heads that pool."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raising import refused
 from tests.oracles.train_step import graph_losses
 from topograd.errors import StackError
 from topograd.exec.train_step import train_step
@@ -88,9 +89,9 @@ def test_forests_and_decoders_are_built_for_their_places(name: str, small: Make,
     decoded = Topology.chain("1,1,1").with_decoders(1)
     stack = small(name, decoded)
     assert [given for _, given in stack.shapes[3:]] == [given for _, given in stack.shapes[:3]]
-    found = train_step(stack, prepare(stack, decoded), *batch)
-    assert found[1::2].isfinite().all()
-    assert found[::2].isnan().all()
+    result = train_step(stack, prepare(stack, decoded), *batch)
+    assert result[1::2].isfinite().all()
+    assert result[::2].isnan().all()
 
 
 def test_a_frozen_stage_does_not_move(small: Make, batch: Batch) -> None:
@@ -110,15 +111,15 @@ def test_what_does_not_fit_is_refused(small: Make, batch: Batch) -> None:
     skipping = Topology(
         3, (Stage(0, 1, (Edge(-1, grad_scale=1.0),)), Stage(1, 2, (Edge(0),)), Stage(2, 3, (Edge(-1),)))
     )
-    with pytest.raises(StackError, match="stage 3 is given 1 × 8 × 8 and its first layer takes 4 × 8 × 8"):
+    with refused(StackError, setting="topology"):
         prepare(stack, skipping)
-    with pytest.raises(StackError, match="a picture is 1 × 4 × 4; this network takes 1 × 8 × 8"):
+    with refused(StackError, setting="inputs"):
         stack(torch.zeros(2, 1, 4, 4, dtype=torch.uint8))
-    with pytest.raises(StackError, match="shapes of their own"):
+    with refused(StackError, setting="relay"):
         _ = stack.width
 
 
-def test_pictures_are_normalised(small: Make) -> None:
+def test_images_are_normalised(small: Make) -> None:
     stack = small("vgg")
     white = torch.full((1, 1, 8, 8), 255, dtype=torch.uint8)
     assert torch.allclose(stack.embed(white), torch.ones(1, 1, 8, 8, dtype=torch.float64))

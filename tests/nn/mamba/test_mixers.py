@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pieces import Decoded
+from raising import refused
 from topograd.decode.cache import Cache
 from topograd.errors import ConfigError, StackError
 from topograd.exec.forward import stage_outputs
@@ -200,22 +201,21 @@ def test_a_mixer_may_be_given_a_name(monkeypatch: pytest.MonkeyPatch, module: st
         made("decay")(torch.zeros(1, 9, dtype=torch.long)),
         made(f"{module}:Decay")(torch.zeros(1, 9, dtype=torch.long)),
     )
-    with pytest.raises(ConfigError, match="mixer 'decay' exists already"):
+    with refused(ConfigError, setting="name", given="decay"):
         MIXERS.register("decay", MIXERS[f"{module}:Decay"])
 
 
 @pytest.mark.parametrize(
-    ("address", "error", "words"),
+    ("address", "error", "setting"),
     [
-        ("decay2", StackError, "architecture 'decay2' is unknown; choose one of transformer, mamba2, mamba3"),
-        ("nowhere:mixer", ConfigError, "mixer 'nowhere:mixer' cannot be imported"),
-        ("math:mixer", ConfigError, "mixer 'math:mixer' cannot be imported"),
+        ("decay2", StackError, "architecture"),
+        ("nowhere:mixer", ConfigError, "mixer"),
+        ("math:mixer", ConfigError, "mixer"),
     ],
 )
-def test_a_mixer_that_is_not_there_is_one_line(address: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words) as caught:
+def test_a_mixer_that_is_not_there_is_one_line(address: str, error: type[Exception], setting: str) -> None:
+    with refused(error, setting=setting, given=address):
         GPT(architecture=address, **SIZES)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_mixer_alone_is_an_architecture() -> None:
@@ -237,8 +237,8 @@ def test_its_sequences_are_run_one_by_one_and_forked(module: str) -> None:
         batch.append(twin)
         cache.push(batch, [inputs[0][5:], inputs[1][2:], inputs[1][3:]])
         cache.run(batch, 1)
-        found = cache.hidden(batch, 1, [4, 7, 6]).split([4, 7, 6])
+        result = cache.hidden(batch, 1, [4, 7, 6]).split([4, 7, 6])
     texts = [*inputs, inputs[0][:3] + inputs[1][3:]]
-    for text, h in zip(texts, found, strict=True):
+    for text, h in zip(texts, result, strict=True):
         whole = stage_outputs(model, plan, torch.tensor([text]), [1])[1][0]
         torch.testing.assert_close(h, whole[-len(h) :], rtol=1e-11, atol=1e-11)

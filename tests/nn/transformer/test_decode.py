@@ -106,7 +106,7 @@ def test_ragged_rows(gpt: GPT) -> None:
     for stack in (gpt.for_decoding(), gpt):
         cache = Cache(stack, PLAN, CONTEXT)
         batch = [cache.new() for _ in lengths]
-        found: list[list[Tensor]] = [[], [], []]
+        result: list[list[Tensor]] = [[], [], []]
         for step in ([(0, 7), (0, 1), (0, 4)], [(7, 8), (1, 3), (4, 4)], [(8, 12), (3, 5), (4, 8)]):
             counts = [b - a for a, b in step]
             cache.push(batch, [inputs[row, a:b].tolist() for row, (a, b) in enumerate(step)])
@@ -115,9 +115,9 @@ def test_ragged_rows(gpt: GPT) -> None:
             h = cache.hidden([batch[row] for row in some], 2, [counts[row] for row in some])
             parts = stack.readout(h, stack.last_stage).split([counts[row] for row in some])
             for row, part in zip(some, parts, strict=True):
-                found[row].append(part)
+                result[row].append(part)
         for row in range(3):
-            close(torch.cat(found[row]), expected[row][0])
+            close(torch.cat(result[row]), expected[row][0])
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raising import refused
 from tests.oracles.train_step import graph_losses
 from topograd.decode.cache import Cache
 from topograd.decode.engine import Engine
@@ -133,11 +134,11 @@ def states_of(stack: Stack, rows: int, capacity: int) -> list[Any]:
 
 def decode(stack: Stack, inputs: Tensor, pieces: Sequence[int], states: list[Any], start: int = 0) -> Tensor:
     """Logits at all positions, piece by piece."""
-    found = []
+    result = []
     for piece in pieces:
-        found.append(run(stack, inputs[:, start : start + piece], start, states))
+        result.append(run(stack, inputs[:, start : start + piece], start, states))
         start += piece
-    return torch.cat(found, dim=1)
+    return torch.cat(result, dim=1)
 
 
 @torch.no_grad()
@@ -277,9 +278,9 @@ def test_on_the_meta_device_nothing_is_allocated() -> None:
 def test_learned_positions_end() -> None:
     stack = build(CONFIGS["gpt2"])
     for form in (stack, stack.for_decoding()):
-        with pytest.raises(StackError, match="17 positions are more than the 16 that this gpt2 has learned"):
+        with refused(StackError, setting="inputs", given=17):
             form(tokens(time=17))
-        with pytest.raises(StackError, match="19 positions are more"):
+        with refused(StackError, setting="inputs", given=19):
             run(form, tokens(time=1), 18, states_of(form, 2, 16))
 
 
@@ -311,36 +312,31 @@ def test_a_window_reaches_just_so_far() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "family": ({"family": "opt"}, "family 'opt' is unknown; choose one of llama, mistral"),
-    "activation": ({"activation": "mish"}, "activation 'mish' is unknown"),
-    "scaling": (
-        {"rope_scaling": "yarn"},
-        "rope_scaling 'yarn' is unknown; choose one of none, linear",
-    ),
-    "layers": ({"layers": 0}, "layers is 0; it must be a whole number in 1..4096"),
-    "many layers": ({"layers": 5000}, "layers is 5000"),
-    "width": ({"width": 2.5}, "width is 2.5; it must be a whole number"),
-    "flag": ({"heads": True}, "heads is True; it must be a whole number"),
-    "vocab": ({"vocab": 2**25}, "vocab is 33554432; it must be a whole number in 1..16777216"),
-    "kv heads": ({"kv_heads": 3}, "4 heads cannot share 3 kv_heads; use a divisor"),
-    "head width": ({"head_width": 5}, "head_width is 5; rotary positions need an even one"),
-    "giant heads": ({"heads": 2**13, "kv_heads": 1, "head_width": 2**13}, "more than 16777216 numbers"),
-    "gpt2": ({"family": "gpt2"}, "heads of its own for keys and values that fill the width, and not 2 for 4"),
-    "epsilon": ({"norm_eps": 0.0}, "norm_eps is 0.0; it must be finite and above 0"),
-    "base": ({"rope_base": float("inf")}, "rope_base is inf"),
-    "cap": ({"softcap": -1.0}, "softcap is -1.0"),
-    "factors": (
-        {"rope_scaling": "llama3", "rope_low_factor": 4.0},
-        "rope_low_factor is 4.0 and rope_high_factor 4.0; the first must be smaller",
-    ),
-    "attention cap": ({"attention_softcap": 1.0}, "attention_softcap is for gemma2, and the family is llama"),
-    "window": ({"windows": (3, -1)}, "windows hold -1; a span is at least 0"),
+    "family": ({"family": "opt"}, "family"),
+    "activation": ({"activation": "mish"}, "activation"),
+    "scaling": ({"rope_scaling": "yarn"}, "rope_scaling"),
+    "layers": ({"layers": 0}, "layers"),
+    "many layers": ({"layers": 5000}, "layers"),
+    "width": ({"width": 2.5}, "width"),
+    "flag": ({"heads": True}, "heads"),
+    "vocab": ({"vocab": 2**25}, "vocab"),
+    "kv heads": ({"kv_heads": 3}, "kv_heads"),
+    "head width": ({"head_width": 5}, "head_width"),
+    "giant heads": ({"heads": 2**13, "kv_heads": 1, "head_width": 2**13}, "heads"),
+    "gpt2": ({"family": "gpt2"}, "kv_heads"),
+    "epsilon": ({"norm_eps": 0.0}, "norm_eps"),
+    "base": ({"rope_base": float("inf")}, "rope_base"),
+    "cap": ({"softcap": -1.0}, "softcap"),
+    "factors": ({"rope_scaling": "llama3", "rope_low_factor": 4.0}, "rope_low_factor"),
+    "attention cap": ({"attention_softcap": 1.0}, "attention_softcap"),
+    "window": ({"windows": (3, -1)}, "windows"),
 }
 
 
-@pytest.mark.parametrize(("settings", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(StackError, match=message):
+@pytest.mark.parametrize(("settings", "setting"), WRONG.values(), ids=WRONG)
+def test_wrong_settings_are_refused(settings: dict[str, Any], setting: str) -> None:
+    given = settings.get(setting, getattr(BASE, setting))
+    with refused(StackError, setting=setting, given=given):
         TransformerConfig(**asdict(BASE) | settings)
 
 

@@ -1,21 +1,21 @@
-"""A stack made of somebody else's nn.Module, which stays as it is.
+"""Adapted models: a stack made of any nn.Module, which is not changed.
 
     stack = adapt(llama, layers="model.layers", norm="model.norm", head="lm_head")
 
-The model's own forward says how its layers are called. `embed` and `ctx` run it once each in a trace: for
+The model's own forward decides how its layers are called. `embed` and `ctx` run it once each in a trace: for
 that one call the layers, the norm and the head are stand-ins that only pass the hidden state on. What reaches
-the first layer is x0, embedded by the model's own code. What else each layer was given (masks, rotary tables,
-positions; layers may differ) goes into the layer context, and the stack calls the layers with it. Nothing is
-kept on the module between calls.
+the first layer is x0, embedded by the model's own code. The other arguments of each layer (masks, rotary
+tables, positions; layers may differ) go into the layer context, and the stack calls the layers with them.
+Nothing is stored on the module between calls.
 
 A trace also checks that the model is a stack: layers, norm and head run once each and in this order, each is
 given what the one before it returned, and nothing else that could carry gradient or memory from layer to
-layer. A model that breaks this is refused, not adapted wrongly. What a trace cannot see is what the model
-does to its logits; `verify` runs the whole model and compares. Models that can cache are run without.
+layer. A model that breaks this raises StackError. A trace cannot see what the model does to its
+logits; `verify` runs the whole model and compares. Models with a KV cache run without it.
 
 Cost: two embeddings per step, and no layer twice. Limits: inputs are one tensor; no step-by-step decoding, so
 generation runs the whole prefix again; arguments that a model computes from the hidden state of a later layer
-are seen as x0 would make them (refused where they carry gradient; `verify` finds them). Not thread-safe.
+are seen as x0 would make them (StackError where they carry gradient; `verify` finds them). Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,11 @@ def adapt(
     blocks = _module(model, "layers", layers)
     if not isinstance(blocks, nn.ModuleList):
         lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-        raise StackError(
-            f"layers={layers!r} is a {type(blocks).__name__}, not a ModuleList",
-            remedy=f"{type(model).__name__} has these lists: {', '.join(lists) or 'none'}",
-        )
+        problem = f"layers={layers!r} is a {type(blocks).__name__}, not a ModuleList"
+        remedy = f"{type(model).__name__} has these lists: {', '.join(lists) or 'none'}"
+        raise StackError(problem, setting="layers", given=layers, remedy=remedy)
     if not len(blocks):
-        raise StackError(f"layers={layers!r} is empty", remedy="a stack needs at least one layer")
+        raise StackError(setting="layers", given=layers, allowed="a list of at least one layer")
     chain = [_Link(f"{layers}.{i}", block) for i, block in enumerate(blocks)]
     if norm is not None:
         chain.append(_Link(norm, _module(model, "norm", norm)))
@@ -67,9 +66,8 @@ def _module(model: nn.Module, what: str, path: str) -> nn.Module:
         child = getattr(module, part, None)
         if not isinstance(child, nn.Module):
             names = ", ".join(name for name, _ in module.named_children()) or "no modules"
-            raise StackError(
-                f"{what}={path!r} is no path to a module: {where} has no {part!r}, it has {names}"
-            )
+            problem = f"{what}={path!r} is no path to a module: {where} has no {part!r}, it has {names}"
+            raise StackError(problem, setting=what, given=path)
         module, where = child, part
     return module
 
@@ -84,7 +82,7 @@ class _Link:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a layer is given beside the hidden state."""
+    """The arguments of a layer beside the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -104,7 +102,7 @@ class _Trace:
     def __init__(self, chain: Sequence[_Link], layers: int, pairs: bool) -> None:
         self.chain, self.layers = chain, layers
         self.pairs = pairs
-        """Layers answer (h, None) instead of h, for models that unpack or take [0]."""
+        """Layers return (h, None) instead of h, for models that unpack or take [0]."""
         self.calls: list[_Call] = []
         self.x0: Tensor | None = None
         self._sent: tuple[Tensor, int] | None = None
@@ -125,12 +123,12 @@ class _Trace:
                     space["forward"] = before[module]
 
     def visit(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Note what the link is given, and answer as it would, with the hidden state unchanged."""
+        """Record the link's arguments, and return as it would, with the hidden state unchanged."""
         place = len(self.calls)
         name = self.chain[place].name
         if module is not self.chain[place].module:
-            found = next(link.name for link in self.chain if link.module is module)
-            raise _Broken(f"it runs {found} where {name} should run")
+            other = next(link.name for link in self.chain if link.module is module)
+            raise _Broken(f"it runs {other} where {name} should run")
         h, call = _split(module, args, kwargs)
         if not isinstance(h, Tensor):
             raise _Broken(f"it gives {name} a {type(h).__name__} instead of a hidden state")
@@ -165,8 +163,8 @@ def _same(h: Tensor, sent: Tensor, version: int) -> bool:
     return layout and h.dtype == sent.dtype and _version(h) == version
 
 
-class _Chance:
-    """The random generators as they are now, to come back to."""
+class _RngState:
+    """The state of the random generators, to be restored."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -187,9 +185,9 @@ class _Layer(nn.Module):
         self.inner, self.index = inner, index
 
     def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
-        call: _Call = ctx.extras["calls"][self.index]
-        answer = self.inner(h, *call.args, **call.kwargs)
-        return answer[0] if isinstance(answer, tuple) else answer
+        call: _Call = ctx.calls[self.index]
+        output = self.inner(h, *call.args, **call.kwargs)
+        return output[0] if isinstance(output, tuple) else output
 
 
 class Adapted(HeadedStack):
@@ -211,7 +209,7 @@ class Adapted(HeadedStack):
         self.linear = type(head) is nn.Linear  # a subclass may compute something else
         if head_rank is not None and not self.linear:
             raise StackError(
-                "head_rank needs an nn.Linear as head", remedy=f"{chain[-1].name} is a {type(head).__name__}"
+                setting="head_rank", given=head_rank, allowed="left out, unless the head is an nn.Linear"
             )
         # A head that is no plain matrix is called as it is, and there are no per-stage heads.
         self.head = Head(head.weight, head.bias, rank=head_rank) if self.linear else head  # type: ignore
@@ -226,24 +224,24 @@ class Adapted(HeadedStack):
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         if isinstance(offset, Tensor) or offset:
             raise StackError(
-                f"an adapted model cannot go on from position {offset}", remedy="give it the whole prefix"
+                setting="offset", given=offset, allowed="0: an adapted model needs the whole prefix"
             )
-        chance = _Chance(x0.device)
+        rng = _RngState(x0.device)
         calls = self._trace(inputs).calls[: len(self.layers)]
-        chance.restore()
+        rng.restore()
         for link, call in zip(self.chain, calls, strict=False):
             for place, value in enumerate(call.args, start=1):
                 _check_argument(link.name, f"argument {place}", value)
             for name, value in call.kwargs.items():
                 _check_argument(link.name, name, value)
-        return LayerContext(x0, inputs, super().layer_context(x0, inputs).positions, {"calls": calls})
+        return replace(super().layer_context(x0, inputs), calls=calls)
 
     def _trace(self, inputs: Tensor) -> _Trace:
         """Run the model up to its head; the random generators move on by one embedding."""
-        chance = _Chance(inputs.device)
+        rng = _RngState(inputs.device)
         failures: list[tuple[int, str]] = []
         for pairs in (False, True):
-            chance.restore()
+            rng.restore()
             trace = _Trace(self.chain, len(self.layers), pairs)
             try:
                 with trace.stand_ins():
@@ -259,7 +257,9 @@ class Adapted(HeadedStack):
                 problem = f"after {self.chain[len(trace.calls) - 1].name} its forward fails ({error})"
             failures.append((len(trace.calls), problem))
         farthest = max(failures, key=lambda failure: failure[0])[1]
-        raise StackError(f"{type(self.model).__name__} cannot be adapted: {' '.join(farthest.split())}")
+        kind = type(self.model).__name__
+        problem = f"{kind} cannot be adapted: {' '.join(farthest.split())}"
+        raise StackError(problem, setting="model", given=kind)
 
     def normalize(self, h: Tensor) -> Tensor:
         return self.norm(h)
@@ -297,9 +297,9 @@ class Adapted(HeadedStack):
     @torch.no_grad()
     def verify(self, inputs: Tensor) -> None:
         """Raise StackError unless the stack, with the shared head, gives the model's logits bit for bit."""
-        chance = _Chance(inputs.device)
+        rng = _RngState(inputs.device)
         theirs = self._hidden_by_model(inputs)
-        chance.restore()
+        rng.restore()
         h = self.embed(inputs)
         ctx = self.layer_context(h, inputs)
         ours = [h]
@@ -309,21 +309,24 @@ class Adapted(HeadedStack):
             ours.append(self.norm(ours[-1]))
         shared = self.last_stage + 1  # a stage without a head of its own
         ours.append(self.head(ours[-1], shared) if self.linear else self.head(ours[-1]))
-        chance.restore()
+        rng.restore()
         places = [
             *(f"what {link.name} is given" for link in self.chain),
             f"the logits, after {self.chain[-1].name}",
         ]
         for place, own, expected in zip(places, ours, theirs, strict=True):
             if not torch.equal(own, expected):
-                raise StackError(
-                    f"the stack differs from {type(self.model).__name__}, first in {place}, by "
-                    f"{_distance(own, expected)}",
-                    remedy="write a Stack for this model instead",
-                )
+                if own.shape != expected.shape:
+                    distance = f"shape ({tuple(own.shape)} instead of {tuple(expected.shape)})"
+                else:
+                    distance = f"{(own - expected).abs().max().item():.3g}"
+                kind = type(self.model).__name__
+                problem = f"the stack differs from {kind}, first in {place}, by {distance}"
+                remedy = "write a Stack for this model instead"
+                raise StackError(problem, setting="model", given=kind, remedy=remedy)
 
     def _hidden_by_model(self, inputs: Tensor) -> list[Tensor]:
-        """What each link is given when the model runs by itself, and the logits."""
+        """The input of each link when the model runs by itself, and the logits."""
         seen: list[Tensor] = []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -332,33 +335,28 @@ class Adapted(HeadedStack):
         modules = dict.fromkeys(link.module for link in self.chain)
         hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
         try:
-            answer = self.model(inputs, **self.settings)
+            output = self.model(inputs, **self.settings)
         finally:
             for hook in hooks:
                 hook.remove()
-        logits = getattr(answer, "logits", answer)
+        logits = getattr(output, "logits", output)
         return [*seen, logits[0] if isinstance(logits, tuple) else logits]
 
 
 def _check_argument(layer: str, argument: str, value: Any) -> None:
-    """Refuse what could carry gradient or memory past the boundaries between stages."""
+    """Raise StackError for values that could carry gradient or memory across stage boundaries."""
     if isinstance(value, tuple):
         for part in value:
             _check_argument(layer, argument, part)
     elif isinstance(value, Tensor):
         if value.requires_grad:
-            raise StackError(
-                f"{layer} is given {argument}, a tensor with gradient, which no stage would send back",
-                remedy="freeze the parameters that make it, or write a Stack for this model",
-            )
+            problem = f"{layer} is given {argument}, a tensor with gradient, which no stage would send back"
+            remedy = "freeze the parameters that make it, or write a Stack for this model"
+            raise StackError(problem, setting=argument, given=layer, remedy=remedy)
     elif not isinstance(value, _PLAIN):
         raise StackError(
-            f"{layer} is given {argument}, a {type(value).__name__}, by which layers could hear each other",
+            f"{layer} is given {argument}, a {type(value).__name__}, which could carry state between layers",
+            setting=argument,
+            given=layer,
             remedy="only tensors, numbers, strings, None and tuples of these may be given",
         )
-
-
-def _distance(own: Tensor, expected: Tensor) -> str:
-    if own.shape != expected.shape:
-        return f"shape ({tuple(own.shape)} instead of {tuple(expected.shape)})"
-    return f"{(own - expected).abs().max().item():.3g}"

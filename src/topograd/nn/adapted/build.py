@@ -1,4 +1,4 @@
-"""The module of an adapted run, built from its settings by transformers, with random weights."""
+"""Adapted models of transformers, built from their settings with random weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from topograd.nn.adapted.spec import AdaptedConfig
 
 
 def require_transformers(kind: str) -> None:
-    """One line where the extra is missing."""
+    """Raise ConfigError if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            f"{kind} has no stack of its own here and is run by transformers, which is not installed: "
-            "install topograd[hf]"
-        )
+        problem = f"{kind} has no stack of its own here and is run by transformers, which is not installed"
+        raise ConfigError(problem, setting="family", given=kind, remedy="install topograd[hf]")
 
 
 def build_adapted(config: AdaptedConfig) -> Adapted:
@@ -27,7 +25,11 @@ def build_adapted(config: AdaptedConfig) -> Adapted:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = json.loads(config.settings)
-    for name in ("auto_map", "quantization_config", "_name_or_path"):  # no code and no place of others
+    for name in (
+        "auto_map",
+        "quantization_config",
+        "_name_or_path",
+    ):  # neither code nor paths of other machines
         settings.pop(name, None)
     try:
         theirs = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -35,10 +37,11 @@ def build_adapted(config: AdaptedConfig) -> Adapted:
         model = AutoModelForCausalLM.from_config(
             theirs, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager"
         )
-    except Exception as problem:  # of transformers, whatever its class
+    except Exception as problem:  # any error of transformers
         reason = " ".join(str(problem).split())[:200] or type(problem).__name__
-        raise ConfigError(f"transformers cannot make a {config.family} of its config ({reason})") from None
+        text = f"transformers cannot make a {config.family} of its config ({reason})"
+        raise ConfigError(text, setting="settings", given=config.family) from None
     try:
         return adapt(model.eval(), layers=config.list, norm=config.norm, head=config.head)
     except StackError as problem:
-        raise ConfigError(str(problem)) from None
+        raise ConfigError(str(problem), setting=problem.setting, given=problem.given) from None

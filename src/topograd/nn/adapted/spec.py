@@ -1,4 +1,4 @@
-"""A model of transformers without a stack of our own, in a run's settings. Nothing here needs torch."""
+"""Settings of an adapted model of transformers in a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from topograd.errors import ConfigError
-from topograd.nn.config import MOST
+from topograd.nn.config import MAX_SIZE
 from topograd.nn.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedConfig(ModelSpec):
-    """What `nn.adapt` needs to make a stack of somebody else's model, and its sizes."""
+    """The arguments of `adapt` for a model of transformers, and its sizes."""
 
     settings: str
     """Its config.json, as text."""
@@ -38,10 +38,12 @@ class AdaptedConfig(ModelSpec):
         except ValueError:
             whole = False
         if not whole:
-            raise ConfigError("model.settings is no JSON object", remedy="restore the run's config.toml")
+            problem, remedy = "model.settings is no JSON object", "restore the run's config.toml"
+            raise ConfigError(problem, setting="settings", given=self.settings, remedy=remedy)
         for name in ("layers", "width", "vocab", "context"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"model.{name} is {getattr(self, name)}", remedy="it must be at least 1")
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                problem = f"model.{name} is {getattr(self, name)}"
+                raise ConfigError(problem, setting=name, given=getattr(self, name), allowed="at least 1")
 
     def build(self, topology: Topology) -> Stack:
         from topograd.nn.adapted.build import build_adapted

@@ -1,1 +1,1 @@
-"""Networks on pictures, as stacks: MLP, VGG-like, ResNet, ViT, Forward-Forward, and torchvision's own."""
+"""Networks on images, as stacks: MLP, VGG-like, ResNet, ViT, Forward-Forward, and torchvision's own."""

@@ -4,7 +4,7 @@
     vgg               3 × 3 convolutions, BatchNorm, ReLU; halved by a max-pooling where channels grow
     resnetN           N = 6n + 2: n blocks at each of three widths; the stem belongs to the first block
     vit               patches, attention and an MLP in each layer, the mean of all patches is read
-    forward-forward   every label is laid into the picture; a layer's logits are its goodness
+    forward-forward   every label is laid into the image; a layer's logits are its goodness
 
 Sources: "Product of Experts" appendix A; He et al. 2016 (CIFAR's ResNet-20); Hinton 2022 (Forward-Forward).
 """
@@ -36,7 +36,7 @@ NETWORKS: Registry[Any] = Registry(
         "forward-forward": "topograd.nn.images.forward_forward:ForwardForward",
     },
 )
-"""Stacks on pictures, made as `network(config, topology)`; `nn/images/stack.py` says what one has."""
+"""Stacks on images, made as `network(config, topology)`; see `nn/images/stack.py`."""
 WIDTHS = {
     "mlp": (256, 128),
     "vgg": (32, 32, 64, 64, 128, 128),
@@ -63,19 +63,19 @@ class ImageConfig(ModelSpec):
     activation: Activation = "relu"
     """Of an mlp: relu, sigmoid, or log-odds, a sigmoid whose derivative is left out of the gradient."""
     patch: int | None = None
-    """Side of a vit's patches; a quarter of the picture if not given."""
+    """Side of a vit's patches; a quarter of the image if not given."""
     heads: int = 4
     """Heads of a vit's attention."""
     shape: tuple[int, int, int] = (1, 28, 28)
-    """Channels, height and width of a picture."""
+    """Channels, height and width of an image."""
     classes: int = 10
     """Classes that there are."""
     mean: tuple[float, ...] = (0.5,)
-    """What is taken from each channel, on a scale from 0 to 1."""
+    """Mean of each channel, which is subtracted, on a scale from 0 to 1."""
     std: tuple[float, ...] = (0.5,)
-    """What each channel is divided by."""
+    """Standard deviation of each channel, which it is divided by."""
     eval_images: int = 10_000
-    """Held-out pictures that an evaluation reads."""
+    """Held-out images that an evaluation reads."""
 
     def __post_init__(self) -> None:
         self._check_network()
@@ -86,25 +86,15 @@ class ImageConfig(ModelSpec):
         if len(self.shape) != 3 or not all(1 <= size <= SIZE[1] for size in self.shape):
             raise StackError(setting="shape", given=self.shape, allowed="channels, height and width")
         if not all(1 <= width <= SIZE[1] for width in self.widths):
-            raise StackError(
-                f"widths are {self.widths}",
-                setting="widths",
-                given=self.widths,
-                remedy=f"each must lie in 1..{SIZE[1]:.0f}",
-            )
+            raise StackError(setting="widths", given=self.widths, allowed=f"each in 1..{SIZE[1]:.0f}")
         if self.family == "mlp" and self.classes in self.widths:
             raise StackError(
-                f"widths are {self.widths} and there are {self.classes} classes: a hidden layer "
-                "as wide as the logits would be taken for them",
-                remedy="choose another width",
+                setting="widths",
+                given=self.widths,
+                allowed=f"other than {self.classes}, the width of the logits",
             )
         if not all(math.isfinite(v) for v in self.mean) or not all(0 < v < math.inf for v in self.std):
-            raise StackError(
-                f"mean is {self.mean} and std {self.std}",
-                setting="mean",
-                given=self.mean,
-                remedy="give finite numbers, and std above 0",
-            )
+            raise StackError(setting="mean", given=self.mean, allowed="finite, and std above 0")
         if self.eval_images < 1:
             raise StackError(setting="eval_images", given=self.eval_images, allowed="at least 1")
         self._check_vit()
@@ -144,7 +134,7 @@ class ImageConfig(ModelSpec):
 
     @property
     def family(self) -> str:
-        """mlp, vgg, resnet, vit, forward-forward, or what somebody else's network is called."""
+        """mlp, vgg, resnet, vit, forward-forward, or the address of a network of your own."""
         return "resnet" if _RESNET.fullmatch(self.network) else self.network
 
     @property
@@ -162,8 +152,8 @@ class ImageConfig(ModelSpec):
     @property
     def blocks(self) -> int:
         """Blocks of a ResNet at each of its widths."""
-        found = _RESNET.fullmatch(self.network)
-        return (int(found[1]) - 2) // 6 if found else 0
+        match = _RESNET.fullmatch(self.network)
+        return (int(match[1]) - 2) // 6 if match else 0
 
     @property
     def own_widths(self) -> tuple[int, ...]:
@@ -176,56 +166,43 @@ class ImageConfig(ModelSpec):
         return max(min(self.shape[1:]) // 4, 1) if self.patch is None else self.patch
 
     def _check_network(self) -> None:
-        found = _RESNET.fullmatch(self.network)
-        if found and (int(found[1]) < 8 or (int(found[1]) - 2) % 6):
+        match = _RESNET.fullmatch(self.network)
+        if match and (int(match[1]) < 8 or (int(match[1]) - 2) % 6):
             raise StackError(
-                f"model {self.network!r} is unknown",
-                setting="model",
+                setting="network",
                 given=self.network,
-                remedy="a ResNet has 6n + 2 layers: resnet8, resnet20",
+                allowed="of 6n + 2 layers for a ResNet: resnet8, resnet20",
             )
-        if not found:
+        if not match:
             NETWORKS.check(self.network)
         family = self.family
         foreign = family not in WIDTHS
         if foreign and self.depth is None:
-            raise StackError(
-                f"model {self.network} is somebody's own", remedy="give depth, how many layers it has"
-            )
+            problem = f"model {self.network} is not one of this package"
+            raise StackError(problem, setting="depth", remedy="give depth, the number of its layers")
         if self.depth is not None and not foreign and family != "vit":
-            raise StackError(
-                f"depth is {self.depth}, and {self.network} has layers of its own",
-                setting="depth",
-                given=self.depth,
-                remedy="leave it out",
-            )
+            raise StackError(setting="depth", given=self.depth, allowed=f"left out for {self.network}")
         if family == "resnet" and self.widths and len(self.widths) != 3:
-            raise StackError(f"widths are {self.widths}", remedy="a ResNet has three")
+            raise StackError(setting="widths", given=self.widths, allowed="three, for a ResNet")
         if self.activation != "relu" and family != "mlp":
             raise StackError(
-                f"activation is {self.activation!r}, which only an mlp can have",
-                setting="activation",
-                given=self.activation,
-                remedy="leave it out",
+                setting="activation", given=self.activation, allowed="left out; only an mlp has one"
             )
         for name in ("patch", "heads"):
             default = type(self).__dataclass_fields__[name].default
             if not foreign and family != "vit" and getattr(self, name) != default:
-                raise StackError(
-                    f"{name} is {getattr(self, name)}, which only a vit uses", remedy="leave it out"
-                )
+                value = getattr(self, name)
+                raise StackError(setting=name, given=value, allowed="left out; only a vit uses it")
 
     def _check_vit(self) -> None:
         if self.family != "vit":
             return
         if len(self.own_widths) != 1 or self.own_widths[0] % self.heads:
-            raise StackError(
-                f"widths are {self.own_widths}", remedy=f"a vit has one, a multiple of its {self.heads} heads"
-            )
+            allowed = f"one width for a vit, a multiple of its {self.heads} heads"
+            raise StackError(setting="widths", given=self.own_widths, allowed=allowed)
         if self.shape[1] % self.patch_size or self.shape[2] % self.patch_size:
             raise StackError(
-                f"patch is {self.patch_size}, and pictures are {self.shape[1]} × {self.shape[2]}",
                 setting="patch",
                 given=self.patch_size,
-                remedy="it must divide both",
+                allowed=f"a divisor of {self.shape[1]} and {self.shape[2]}",
             )

@@ -58,12 +58,10 @@ class BasicBlock(nn.Module):
             h = self.stem(h, ctx)
         out = F.relu(self.norm1(self.conv1(h)), inplace=True)
         out = self.norm2(self.conv2(out))
-        return F.relu(out.add_(self._shortcut(h)), inplace=True)
-
-    def _shortcut(self, h: Tensor) -> Tensor:
         if self.stride > 1:
             h = h[:, :, :: self.stride, :: self.stride]
-        return F.pad(h, (0, 0, 0, 0, 0, self.more)) if self.more else h
+        shortcut = F.pad(h, (0, 0, 0, 0, 0, self.more)) if self.more else h
+        return F.relu(out.add_(shortcut), inplace=True)
 
 
 class ZeroBlock(nn.Module):
@@ -76,16 +74,11 @@ class ZeroBlock(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = h + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
-        return out
-
-
-def _halved(shape: Shape) -> Shape:
-    return shape[0], (shape[1] + 1) // 2, (shape[2] + 1) // 2
+        return h + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
 
 
 class VGG(ImageStack):
-    """Convolutions one behind the other."""
+    """A chain of convolutions."""
 
     def layer(self, depth: int, shape: Shape) -> tuple[nn.Module, Shape]:
         widths = self.config.own_widths
@@ -109,8 +102,8 @@ class ResNet(ImageStack):
         if depth == 0:
             return BasicBlock(given, given, stem=shape[0]), (given, *shape[1:])
         stride = 2 if depth % blocks == 0 else 1
-        behind = _halved(shape) if stride == 2 else shape
-        return BasicBlock(shape[0], given, stride), (given, *behind[1:])
+        sides = ((side + stride - 1) // stride for side in shape[1:])
+        return BasicBlock(shape[0], given, stride), (given, *sides)
 
     def extra(self, shape: Shape) -> nn.Module:
         return ZeroBlock(shape[0])

@@ -1,13 +1,13 @@
 """Forward-Forward (Hinton 2022) as a product of experts: a layer's logits are its goodness for each label.
 
-    x0_c = the picture with label c laid into its first pixels       (batch, classes, pixels)
+    x0_c = the image with label c laid into its first pixels       (batch, classes, pixels)
     h    = relu(W (h / rms(h)) + b)                                   each copy by itself
     z_c  = mean(h_c²)                                                 the goodness of label c
 
-A picture is run once for each label. What is positive data is the copy with its true label, the others are
+An image is run once for each label. The copy with its true label is positive data, the others are
 negative, so the objective `forward-forward` (`exec/local_objectives.py`) is a loss of the logits z, and
-with λ = 0 between layers nothing but a layer's own goodness trains it. What a layer hears is divided by its
-length, so that goodness itself is not handed on. A prediction is the sum of goodness over the layers: the
+with λ = 0 between layers nothing but a layer's own goodness trains it. A layer's input is divided by its
+length, so that goodness itself is not passed on. A prediction is the sum of goodness over the layers: the
 topology's prediction is `sum`.
 
 Cost: a forward for each label; Hinton's trains on one negative and reads all labels only to predict, which is
@@ -41,7 +41,7 @@ class NormalisedReLU(nn.Module):
 
 
 class ForwardForward(ImageStack):
-    """Layers that each judge whether picture and label go together."""
+    """Layers that each judge whether image and label go together."""
 
     @property
     def start(self) -> Shape:
@@ -51,7 +51,8 @@ class ForwardForward(ImageStack):
         flat = super().embed(inputs).flatten(1)
         classes = self.config.classes
         if flat.shape[1] < classes:
-            raise StackError(f"a picture of {flat.shape[1]} pixels has no room for one of {classes} labels")
+            problem = f"an image of {flat.shape[1]} pixels has no room for one of {classes} labels"
+            raise StackError(problem, setting="classes", given=classes)
         copies = flat.unsqueeze(1).repeat(1, classes, 1)
         white = (1 - self.get_buffer("mean").flatten()[0]) / self.get_buffer("std").flatten()[0]
         copies[:, :, :classes] = white * torch.eye(classes, device=flat.device, dtype=flat.dtype)
@@ -81,7 +82,7 @@ class ForwardForward(ImageStack):
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         raise StackError(
-            "a Forward-Forward network reads goodness and has no head", remedy="use heads='shared'"
+            setting="heads", given="per-stage", allowed="'shared' for Forward-Forward, which has no head"
         )
 
     def has_head(self, stage: int) -> bool:

@@ -36,15 +36,14 @@ class LogOdds(nn.Module):
     """The activation of log-odds backprop."""
 
     def forward(self, a: Tensor) -> Tensor:
-        out: Tensor = LogOddsSigmoid.apply(a)
-        return out
+        return LogOddsSigmoid.apply(a)
 
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "log-odds": LogOdds}
 
 
 class Affine(nn.Module):
-    """A matrix, a bias, and an activation where there is one; pictures are laid out flat."""
+    """A matrix, a bias, and an activation where there is one; images are laid out flat."""
 
     def __init__(self, taken: int, given: int, activation: str | None) -> None:
         super().__init__()
@@ -52,8 +51,7 @@ class Affine(nn.Module):
         self.activation = nn.Identity() if activation is None else ACTIVATIONS[activation]()
 
     def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = self.activation(self.linear(h.flatten(1)))
-        return out
+        return self.activation(self.linear(h.flatten(1)))
 
 
 class ResidualMLP(nn.Module):
@@ -66,12 +64,11 @@ class ResidualMLP(nn.Module):
         nn.init.zeros_(self.down.bias)
 
     def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = h + self.down(torch.relu(self.up(h)))
-        return out
+        return h + self.down(torch.relu(self.up(h)))
 
 
 class MLP(ImageStack):
-    """Matrices one behind the other."""
+    """A chain of matrices."""
 
     config: ImageConfig
 

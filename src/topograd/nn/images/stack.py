@@ -1,11 +1,11 @@
-"""What every stack on pictures shares: normalised pictures as x0, layers of changing shape, heads that pool.
+"""The base class of stacks on images: normalised x0, layers of changing shape, pooling heads.
 
     x0 = (pixels / 255 - mean) / std            (batch, channels, height, width)
     h  = layer(h, ctx)                          any shape behind the batch
     z  = W_w pool(h) + b_w                      pool(h) (batch, w); a head for each width w that occurs
 
 Stages whose outputs are equally wide share a head; with per-stage heads each adds a delta of its own
-(`nn/heads.py`). Where a layer stands is the topology's to say: a layer behind the embedding is the network's
+(`nn/heads.py`). The topology decides where a layer stands: a layer behind the embedding is the network's
 first, one behind layer i its next, and one that starts elsewhere (a private decoder, an appended specialist)
 is a residual layer that keeps the shape and starts as the identity. So a forest is several networks side by
 side.
@@ -49,8 +49,39 @@ class LogitsHead(Head):
         return x if rows is None else x[..., rows]
 
 
-class ImageStack(Stack):
-    """A network on pictures, its layers laid out as a topology has them; by default one behind the other."""
+class WidthHeads(Stack):
+    """A stack with a shared head for each width of features that occurs, and deltas per stage."""
+
+    head: nn.ModuleDict
+    """By width; a subclass makes it behind its layers, which is the order of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stage_widths: dict[int, int] = {}
+
+    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
+        added = [self._head_of(stage).add([stage], rank) for stage in stages]
+        return any(added)
+
+    def has_head(self, stage: int) -> bool:
+        known = str(self._stage_widths.get(stage)) in self.head
+        return known and self._head_of(stage).has_delta(stage)
+
+    def head_parameters(self, stage: int) -> list[nn.Parameter]:
+        return self._head_of(stage).own_parameters(stage) if self.has_head(stage) else []
+
+    @property
+    def last_stage(self) -> int:
+        return max((stage for stage in self._stage_widths if self.has_head(stage)), default=0)
+
+    def _head_of(self, stage: int) -> Head:
+        head = self.head[str(self._stage_widths[stage])]
+        assert isinstance(head, Head)
+        return head
+
+
+class ImageStack(WidthHeads):
+    """A network on images, its layers laid out by a topology; by default a chain."""
 
     def __init__(
         self, config: ImageConfig, topology: Topology | Configuration | Composition | str | None = None
@@ -65,16 +96,15 @@ class ImageStack(Stack):
         self.layers = nn.ModuleList()
         self.head = nn.ModuleDict()
         self.shapes: list[tuple[Shape, Shape]] = []
-        """What each layer takes and gives."""
-        self._stage_widths: dict[int, int] = {}
+        """The input and output shape of each layer."""
         topology = topology_of(str(config.layers) if topology is None else topology, config.layers)
         self._build(topology)
         self.validate_plan(Plan.of(topology, topology.layers))
 
-    # What a network is made of
+    # The parts of a network
 
     def make_embedding(self) -> None:
-        """Make what `embed` needs beside mean and std."""
+        """Make the modules that `embed` needs beside mean and std."""
 
     @property
     def start(self) -> Shape:
@@ -83,7 +113,7 @@ class ImageStack(Stack):
 
     @abstractmethod
     def layer(self, depth: int, shape: Shape) -> tuple[nn.Module, Shape]:
-        """The network's layer number `depth`, for what has `shape`, and the shape of what it gives."""
+        """The network's layer number `depth`, for inputs of `shape`, and the shape of its outputs."""
 
     @abstractmethod
     def extra(self, shape: Shape) -> nn.Module:
@@ -106,7 +136,11 @@ class ImageStack(Stack):
     # The stack
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
-        self._check(inputs)
+        if tuple(inputs.shape[1:]) != self.config.shape:
+            given, wanted = (" × ".join(map(str, shape)) for shape in (inputs.shape[1:], self.config.shape))
+            problem = f"an image is {given}"
+            remedy = f"this network takes {wanted} (channels × height × width)"
+            raise StackError(problem, setting="inputs", given=tuple(inputs.shape[1:]), remedy=remedy)
         mean, std = self.get_buffer("mean"), self.get_buffer("std")
         return (inputs.to(mean.dtype) / 255 - mean) / std
 
@@ -142,11 +176,7 @@ class ImageStack(Stack):
         self.shapes = [shapes[i] for i in sorted(shapes)]
 
     def _source(
-        self,
-        topology: Topology,
-        stage: Stage,
-        shapes: dict[int, tuple[Shape, Shape]],
-        depths: dict[int, int],
+        self, topology: Topology, stage: Stage, shapes: dict[int, tuple[Shape, Shape]], depths: dict[int, int]
     ) -> tuple[Shape, int | None]:
         """The shape that a stage starts from, and how many of the network's layers lie behind it."""
         source, tap = topology.source_layer(stage.sources[0])
@@ -157,15 +187,17 @@ class ImageStack(Stack):
         return shapes[tap - 1][1], behind + 1 if goes_on else None
 
     def validate_plan(self, plan: Plan) -> None:
-        """Check that every stage hears what its first layer takes, and note how wide it ends."""
+        """Check that the inputs of every stage have the shape of its first layer, and record its width."""
         for planned in plan.stages:
             taken = self.shapes[planned.stage.start][0]
-            for port, _ in planned.inputs:
-                given = self.start if port.source == EMBEDDING else self.shapes[port.layer - 1][1]
+            for output, _ in planned.inputs:
+                given = self.start if output.source == EMBEDDING else self.shapes[output.layer - 1][1]
                 if given != taken:
                     shown = [" × ".join(map(str, shape)) for shape in (given, taken)]
                     raise StackError(
                         f"stage {planned.index + 1} is given {shown[0]} and its first layer takes {shown[1]}",
+                        setting="topology",
+                        given=given,
                         remedy="build the network for this topology, or choose another",
                     )
             width = self.feature_width(self.shapes[planned.stage.stop - 1][1])
@@ -188,23 +220,8 @@ class ImageStack(Stack):
         self.head[str(width)] = Head(nn.Parameter(weight), nn.Parameter(bias))
 
     def gives_logits(self, width: int) -> bool:
-        """Whether what is this wide are logits already."""
+        """Whether features of this width are logits already."""
         return False
-
-    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
-        added = [self._head_of(stage).add([stage], rank) for stage in stages]
-        return any(added)
-
-    def has_head(self, stage: int) -> bool:
-        known = str(self._stage_widths.get(stage)) in self.head
-        return known and self._head_of(stage).has_delta(stage)
-
-    def head_parameters(self, stage: int) -> list[nn.Parameter]:
-        return self._head_of(stage).own_parameters(stage) if self.has_head(stage) else []
-
-    @property
-    def last_stage(self) -> int:
-        return max((stage for stage in self._stage_widths if self.has_head(stage)), default=0)
 
     @property
     def vocab(self) -> int:
@@ -214,23 +231,9 @@ class ImageStack(Stack):
     def width(self) -> int:
         widths = {self.feature_width(shape) for _, shape in self.shapes}
         if len(widths) > 1 or any(len(given) > 1 for _, given in self.shapes):
-            raise StackError(
-                "the layers of this network have shapes of their own", remedy="learned relays want one width"
-            )
+            problem = "the layers of this network have different shapes"
+            raise StackError(problem, setting="relay", remedy="learned relays need one width")
         return widths.pop()
-
-    def _head_of(self, stage: int) -> Head:
-        head = self.head[str(self._stage_widths[stage])]
-        assert isinstance(head, Head)
-        return head
-
-    def _check(self, inputs: Tensor) -> None:
-        if tuple(inputs.shape[1:]) != self.config.shape:
-            given = " × ".join(map(str, inputs.shape[1:]))
-            wanted = " × ".join(map(str, self.config.shape))
-            raise StackError(
-                f"a picture is {given}", remedy=f"this network takes {wanted} (channels × height × width)"
-            )
 
 
 def make_image_stack(
@@ -238,5 +241,4 @@ def make_image_stack(
 ) -> ImageStack:
     """The network that the settings name, for a topology."""
     name = "resnet20" if config.family == "resnet" else config.network
-    stack: ImageStack = NETWORKS[name](config, topology)
-    return stack
+    return NETWORKS[name](config, topology)

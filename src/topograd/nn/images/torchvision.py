@@ -1,4 +1,4 @@
-"""torchvision's own networks as stacks: its ResNets and vision transformers, their modules used as they are.
+"""torchvision's ResNets and vision transformers as stacks.
 
     ResNet               x0 = maxpool(relu(bn1(conv1(x))))    layers: the blocks of layer1 to layer4, in order
                          readout: fc(flatten(avgpool(h)))
@@ -10,14 +10,14 @@ torchvision is not imported here: a network is known by the modules that it has.
 network is narrower than at its end gets a head of its own width, drawn like torch's linear layers; `prepare`
 adds it.
 
-Limits. Inputs are float pictures, normalised by whoever has the network. What torchvision's forward does
-beside its modules is repeated here; `verify` compares the logits, and a version that does otherwise is
-refused by it.
+Limits. Inputs are float images, normalised by the caller. torchvision's forward is repeated here;
+`verify` compares the logits, and raises StackError for a version that differs.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.heads import Head
-from topograd.nn.stack import LayerContext, Stack
+from topograd.nn.images.stack import WidthHeads
+from topograd.nn.stack import LayerContext
 from topograd.topology.plan import Plan
 
 _RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc")
@@ -41,11 +42,10 @@ class _Block(nn.Module):
         self.inner = inner
 
     def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
-        out: Tensor = self.inner(h)
-        return out
+        return self.inner(h)
 
 
-class TorchvisionStack(Stack):
+class TorchvisionStack(WidthHeads):
     """Base of both: the network's last matrix is the shared head, narrower stages have others."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], last: nn.Linear) -> None:
@@ -55,72 +55,51 @@ class TorchvisionStack(Stack):
         self.__dict__["layers"] = nn.ModuleList(_Block(block) for block in blocks)
         self.__dict__["last"] = last
         self.heads = nn.ModuleDict()
-        """Beside the network's own: by width, and the deltas of stages."""
-        self._widths: dict[int, int] = {}
 
-    def features(self, h: Tensor) -> Tensor:
-        raise StackError(
-            f"{type(self).__name__} has no features", remedy="a stack of torchvision's must define them"
-        )
+    @property
+    def head(self) -> nn.ModuleDict:  # type: ignore[override]
+        return self.heads
 
+    @abstractmethod
+    def features(self, h: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def width_after(self, layer: int) -> int:
-        """The features behind a layer."""
-        raise StackError(f"{type(self).__name__} has no width_after", remedy="it must be defined")
+        """The number of features after a layer."""
 
     def validate_plan(self, plan: Plan) -> None:
         for planned in plan.stages:
             width = self.width_after(planned.stage.stop - 1)
-            self._widths[planned.head] = width
+            self._stage_widths[planned.head] = width
             if planned.predicts:
                 self._add_head(width)
 
     def _add_head(self, width: int) -> None:
         last: nn.Linear = self.__dict__["last"]
-        if str(width) in self.heads:
+        if str(width) in self.head:
             return
         if width == last.in_features:
-            self.heads[str(width)] = Head(last.weight, last.bias)
+            self.head[str(width)] = Head(last.weight, last.bias)
             return
         bound = 1 / math.sqrt(width)
         weight = torch.empty(last.out_features, width).uniform_(-bound, bound).to(last.weight)
-        self.heads[str(width)] = Head(nn.Parameter(weight), nn.Parameter(torch.zeros_like(last.bias)))
+        self.head[str(width)] = Head(nn.Parameter(weight), nn.Parameter(torch.zeros_like(last.bias)))
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         x = self.features(h)
         last: nn.Linear = self.__dict__["last"]
-        if str(x.shape[-1]) not in self.heads and x.shape[-1] == last.in_features:
+        if str(x.shape[-1]) not in self.head and x.shape[-1] == last.in_features:
             out: Tensor = last(x)
             return out if rows is None else out[..., rows]
-        if str(x.shape[-1]) not in self.heads:
-            raise StackError(
-                f"no head reads {x.shape[-1]} features",
-                remedy="call tg.prepare(stack, topology) for the topology",
-            )
-        logits: Tensor = self.heads[str(x.shape[-1])](x, stage, rows)
-        return logits
-
-    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
-        added = [self._head(stage).add([stage], rank) for stage in stages]
-        return any(added)
-
-    def has_head(self, stage: int) -> bool:
-        return str(self._widths.get(stage)) in self.heads and self._head(stage).has_delta(stage)
-
-    def head_parameters(self, stage: int) -> list[nn.Parameter]:
-        return self._head(stage).own_parameters(stage) if self.has_head(stage) else []
-
-    def _head(self, stage: int) -> Head:
-        head = self.heads[str(self._widths[stage])]
-        assert isinstance(head, Head)
-        return head
-
-    @property
-    def last_stage(self) -> int:
-        return max((stage for stage in self._widths if self.has_head(stage)), default=0)
+        if str(x.shape[-1]) not in self.head:
+            problem = f"no head reads {x.shape[-1]} features"
+            remedy = "call tg.prepare(stack, topology) for the topology"
+            raise StackError(problem, setting="heads", given=x.shape[-1], remedy=remedy)
+        return self.head[str(x.shape[-1])](x, stage, rows)
 
     @torch.no_grad()
     def verify(self, images: Tensor) -> None:
-        """Refuse the network unless the stack gives its logits bit for bit, both as in inference."""
+        """Raise StackError unless the stack gives the network's logits bit for bit, both in eval mode."""
         training = self.model.training
         self.model.eval()
         h = self.embed(images)
@@ -131,6 +110,8 @@ class TorchvisionStack(Stack):
         if not torch.equal(ours, theirs):
             raise StackError(
                 f"the stack differs from {type(self.model).__name__} by {(ours - theirs).abs().max():.3g}",
+                setting="model",
+                given=type(self.model).__name__,
                 remedy="write a Stack for this network instead",
             )
 
@@ -149,8 +130,7 @@ class ResNetStack(TorchvisionStack):
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         m = self.model
-        out: Tensor = m.maxpool(m.relu(m.bn1(m.conv1(inputs))))
-        return out
+        return m.maxpool(m.relu(m.bn1(m.conv1(inputs))))
 
     def features(self, h: Tensor) -> Tensor:
         return torch.flatten(self.model.avgpool(h), 1)
@@ -167,21 +147,18 @@ class VisionTransformerStack(TorchvisionStack):
     def __init__(self, model: Any) -> None:
         head = list(model.heads)
         if len(head) != 1 or not isinstance(head[0], nn.Linear):
-            raise StackError(
-                "this VisionTransformer has a head of several layers", remedy="only a linear one is taken"
-            )
+            problem = "this VisionTransformer has a head of several layers"
+            raise StackError(problem, setting="model", remedy="only a linear one is supported")
         super().__init__(model, list(model.encoder.layers), head[0])
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         m = self.model
         patches = m._process_input(inputs)
         first = m.class_token.expand(len(patches), -1, -1)
-        out: Tensor = m.encoder.dropout(torch.cat([first, patches], dim=1) + m.encoder.pos_embedding)
-        return out
+        return m.encoder.dropout(torch.cat([first, patches], dim=1) + m.encoder.pos_embedding)
 
     def features(self, h: Tensor) -> Tensor:
-        out: Tensor = self.model.encoder.ln(h)[:, 0]
-        return out
+        return self.model.encoder.ln(h)[:, 0]
 
     def width_after(self, layer: int) -> int:
         last: nn.Linear = self.__dict__["last"]
@@ -189,10 +166,10 @@ class VisionTransformerStack(TorchvisionStack):
 
 
 def _channels(block: nn.Module) -> int:
-    """What a residual block gives: the channels of its last convolution."""
-    found = [m for m in block.modules() if isinstance(m, nn.Conv2d)]
+    """The output channels of a residual block: those of its last convolution."""
+    convolutions = [m for m in block.modules() if isinstance(m, nn.Conv2d)]
     names = dict(block.named_children())
-    last = names.get("conv3", names.get("conv2", found[-1]))
+    last = names.get("conv3", names.get("conv2", convolutions[-1]))
     assert isinstance(last, nn.Conv2d)
     return last.out_channels
 
@@ -205,8 +182,9 @@ def adapt_torchvision(model: nn.Module, images: Tensor | None = None) -> Torchvi
         stack = VisionTransformerStack(model)
     else:
         raise StackError(
-            f"{type(model).__name__} is no ResNet or VisionTransformer of torchvision",
-            remedy="use tg.adapt, or write a Stack for it",
+            setting="model",
+            given=type(model).__name__,
+            allowed="a ResNet or VisionTransformer of torchvision",
         )
     if images is not None:
         stack.verify(images)

@@ -38,8 +38,7 @@ class Encoder(nn.Module):
         q, k, v = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, places, width)
         h = h + self.out(mixed)
-        out: Tensor = h + self.down(F.gelu(self.up(self.norm2(h))))
-        return out
+        return h + self.down(F.gelu(self.up(self.norm2(h))))
 
 
 class ViT(ImageStack):
@@ -56,8 +55,7 @@ class ViT(ImageStack):
         return self.position.shape[1], self.position.shape[2]
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
-        out: Tensor = self.patches(super().embed(inputs)).flatten(2).transpose(1, 2) + self.position
-        return out
+        return self.patches(super().embed(inputs)).flatten(2).transpose(1, 2) + self.position
 
     def layer(self, depth: int, shape: Shape) -> tuple[nn.Module, Shape]:
         return Encoder(shape[1], self.config.heads), shape

@@ -1,4 +1,4 @@
-"""The mixer of Mamba-2: a short convolution, the scan with a scalar decay per head, a gated norm.
+"""The Mamba-2 mixer: a short convolution, the scan with a scalar decay per head, a gated norm.
 
     z, xBC, τ = in_proj(u)
     xBC_t ← SiLU(b + Σ_k w_k xBC_{t-3+k}),  k = 0..3, w_3 the token's own      → x, B, C
@@ -11,7 +11,7 @@ RMSNorm over the h p / g channels of each group, with a gain, and comes after th
 multiply-adds: width (3 h p + 2 g n + h) for the projections, and that of `ssd.py`.
 
 Many tokens go through the chunked scan; one token with a state is one step of the recurrence. The state
-remembers S, in float32 at least, and the last three columns before the convolution.
+holds S, in float32 at least, and the last three columns before the convolution.
 
 Source: "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality" (T. Dao, A. Gu), section 7.1, with the rows of in_proj and the initial values as in its code,
@@ -42,16 +42,15 @@ def check_mixer(**sizes: int) -> None:
             raise StackError(setting=name, given=size, allowed="at least 1")
     if sizes["heads"] % sizes["groups"]:
         raise StackError(
-            f"{sizes['heads']} heads cannot share {sizes['groups']} groups", remedy="use a divisor"
+            setting="groups", given=sizes["groups"], allowed=f"a divisor of the {sizes['heads']} heads"
         )
 
 
 def check_state(state: RecurrentState | None, u: Tensor) -> None:
-    """A state has as many rows as its input."""
+    """A state has as many sequences as its input."""
     if state is not None and state.rows != len(u):
         raise StackError(
-            f"the input has {len(u)} rows and the state {state.rows}",
-            remedy=f"make one with new_state({len(u)})",
+            setting="state", given=state.rows, allowed=f"a state of {len(u)} sequences, as the input"
         )
 
 
@@ -96,17 +95,12 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(inner, width, bias=False)
 
     def new_state(self, batch: int) -> RecurrentState:
-        """The memory of `batch` rows that have seen nothing."""
+        """The state of `batch` sequences before the first position."""
         like = self.in_proj.weight
         S = like.new_zeros(batch, self.heads, self.head_dim, self.state, dtype=working_dtype(like.dtype))
         return RecurrentState({"columns": like.new_zeros(batch, KERNEL - 1, self.columns), "S": S})
 
-    def forward(
-        self,
-        u: Tensor,
-        state: RecurrentState | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, u: Tensor, state: RecurrentState | None = None, rows: Tensor | None = None) -> Tensor:
         """Outputs at all times, or at the times `rows` (E,); a state is continued from, and advanced."""
         check_state(state, u)
         inner, n = self.heads * self.head_dim, self.groups * self.state

@@ -1,4 +1,4 @@
-"""The mixer of Mamba-3 (SISO): trapezoid steps, decays and rotations from the data, no convolution.
+"""The Mamba-3 mixer (SISO): trapezoid steps, decays and rotations from the data, no convolution.
 
     z, x, B, C, dt, s, trap, angle = in_proj(u)
     Δ = softplus(dt + dt_bias),   λ = sigmoid(trap),   a = -max(f(s), 10⁻⁴) Δ
@@ -16,7 +16,7 @@ token t is written and adds t's own part. Nothing then depends on a later token,
     σ_s = (1-λ_{s+1}) Δ_{s+1} (0 at the end),   ω_s = λ_s Δ_s + σ_s
     y_t = scan(v = ω ∘ x, a, B̂, Ĉ, before)_t + (D + λ_t Δ_t (C̃_t · B̃_t)) x_t
 
-Going on from (θ, S, B̂, x), the scan starts with S + (1-λ_1) Δ_1 x B̂ᵀ.
+Continuing from (θ, S, B̂, x), the scan starts with S + (1-λ_1) Δ_1 x B̂ᵀ.
 
 u (batch, time, width); x (batch, time, h, p); B̂, Ĉ (batch, time, h, n), for bias and angles differ by head;
 S (batch, h, p, n); θ (batch, h, r), float32 at least and kept within 2π. Cost per token, in multiply-adds:
@@ -57,8 +57,9 @@ class Mamba3Mixer(nn.Module):
         check_mixer(width=width, heads=heads, head_dim=head_dim, state=state, groups=groups, chunk=chunk)
         if rope_fraction not in (0.5, 1) or state * rope_fraction % 2:
             raise StackError(
-                f"rope_fraction {rope_fraction} of {state} state channels is not a number of pairs",
-                remedy="use 0.5 with a multiple of 4, or 1 with a multiple of 2",
+                setting="rope_fraction",
+                given=rope_fraction,
+                allowed="0.5 (state a multiple of 4) or 1 (of 2)",
             )
         self.heads, self.head_dim, self.state, self.groups = heads, head_dim, state, groups
         self.angles = int(state * rope_fraction) // 2
@@ -75,19 +76,14 @@ class Mamba3Mixer(nn.Module):
         self.out_proj = nn.Linear(inner, width, bias=False)
 
     def new_state(self, batch: int) -> RecurrentState:
-        """The memory of `batch` rows that have seen nothing."""
+        """The state of `batch` sequences before the first position."""
         like, h, p, n = self.in_proj.weight, self.heads, self.head_dim, self.state
         shapes = {"theta": (h, self.angles), "S": (h, p, n), "B": (h, n), "x": (h, p)}
         dtype = working_dtype(like.dtype)
         zeros = {name: like.new_zeros(batch, *shape, dtype=dtype) for name, shape in shapes.items()}
         return RecurrentState(zeros)
 
-    def forward(
-        self,
-        u: Tensor,
-        state: RecurrentState | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, u: Tensor, state: RecurrentState | None = None, rows: Tensor | None = None) -> Tensor:
         """Outputs at all times, or at the times `rows` (E,); a state is continued from, and advanced."""
         check_state(state, u)
         z, *parts = self.in_proj(u).split(self.parts, dim=-1)

@@ -1,10 +1,10 @@
-"""The decoding state of a recurrent layer, and how it goes back.
+"""The decoding state of a recurrent layer, with snapshots for rollback.
 
-Attention keeps every position, so going back is trimming. A recurrent mixer folds the past into tensors of
-fixed size and cannot be trimmed: it goes back to a snapshot, and the positions behind that are run again.
+Attention keeps every position and rolls back by truncation. A recurrent mixer folds the past into tensors of
+fixed size: it rolls back to a snapshot, and the positions after that run again.
 
 A step never writes into a tensor; it makes new ones. So a snapshot, or a copy, is only references, and costs
-the memory of the tensors that it keeps alive: at most KEPT times the state.
+the memory of the tensors that it keeps alive: at most MAX_SNAPSHOTS times the state.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 
 from topograd.errors import StackError
 
-KEPT = 32
+MAX_SNAPSHOTS = 32
 """Snapshots that a state keeps."""
 
 
 class RecurrentState:
-    """Named tensors (rows, ...), zero before the first position, and the newest snapshots of them."""
+    """Named tensors (sequences, ...), zero before the first position, and the newest snapshots of them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         sizes = {len(tensor) for tensor in tensors.values()}
         if len(sizes) != 1:
-            raise StackError(f"the tensors of a state have {sorted(sizes)} rows", remedy="give them as many")
+            raise StackError(setting="tensors", given=sorted(sizes), allowed="of one batch size")
         (self.rows,) = sizes
         self.length = 0
         self._start = self._tensors = dict(tensors)
-        self._snapshots: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=KEPT)
+        self._snapshots: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=MAX_SNAPSHOTS)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -45,11 +45,9 @@ class RecurrentState:
         self._tensors = dict(tensors)
 
     def truncate(self, length: int) -> int:
-        """Go back to the newest of the present, its snapshots and the start that is not beyond `length`."""
+        """Roll back to the newest snapshot that is not beyond `length`; returns its length."""
         if length < 0:
-            raise StackError(
-                setting="length", given=length, remedy="a state goes back to 0 positions at most"
-            )
+            raise StackError(setting="length", given=length, allowed="at least 0")
         while self.length > length:
             before = self._snapshots.pop() if self._snapshots else (0, self._start)
             self.length, self._tensors = before
@@ -63,12 +61,12 @@ class RecurrentState:
 
     @classmethod
     def joined(cls, states: Sequence[Self]) -> Self:
-        """The states of several sequences as one batch, for one run of a layer; `take` hands it back."""
+        """The states of several sequences as one batch, for one run of a layer; `take` splits it again."""
         names = states[0]._tensors
         return cls({name: torch.cat([state[name] for state in states]) for name in names})
 
     def take(self, batch: Self, row: int, time: int) -> None:
-        """Advance by `time` positions to what a joined state has become in a row."""
+        """Advance by `time` positions to entry `row` of a joined state."""
         own = {name: tensor[row : row + 1].clone() for name, tensor in batch._tensors.items()}
         self.advance(own, time)  # cloned: a view would keep the other rows alive
 

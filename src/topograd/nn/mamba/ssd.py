@@ -1,4 +1,4 @@
-"""The scan with a scalar decay, which Mamba-2 and Mamba-3 share, in chunks.
+"""The chunked scan with a scalar decay, for Mamba-2 and Mamba-3.
 
     S_t = e^{a_t} S_{t-1} + v_t B_tᵀ        y_t = S_t C_t
 
@@ -28,7 +28,7 @@ Duality" (T. Dao, A. Gu), section 6. The obvious version is `tests.oracles.recur
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ from topograd.errors import StackError
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What recurrences are computed in: float32, or float64 where the input has it."""
+    """The dtype of recurrences: float32, or float64 where the input has it."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -59,7 +59,8 @@ def decay_scan(
     length, dtype = v.shape[1], working_dtype(v.dtype)
     state = v.new_zeros(*v.shape[:1], *v.shape[2:], B.shape[3]) if initial_state is None else initial_state
     Q = min(chunk, length)
-    with _without_autocast(v):
+    kind = v.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         parts = [part.to(dtype) for part in (v, a, B, C)]
         if length == 1:
             y, state = _step(state.to(dtype), [part[:, 0] for part in parts], before)
@@ -89,9 +90,9 @@ def _step(state: Tensor, parts: list[Tensor], before: bool) -> tuple[Tensor, Ten
     """y (batch, h, p) and the new state, of v (batch, h, p), a (batch, h), B and C (batch, g, n)."""
     v, a, B, C = parts
     x = v.reshape(len(v), B.shape[1], -1, 1)  # (batch, g, h/g · p, 1)
-    kept = state * a.exp()[..., None, None]
-    state = kept + (x * B[:, :, None]).reshape(state.shape)
-    y = (kept if before else state).reshape(*x.shape[:3], -1) @ C[..., None]
+    decayed = state * a.exp()[..., None, None]
+    state = decayed + (x * B[:, :, None]).reshape(state.shape)
+    y = (decayed if before else state).reshape(*x.shape[:3], -1) @ C[..., None]
     return y.reshape(v.shape), state
 
 
@@ -107,8 +108,8 @@ def _scan_chunks(state: Tensor, parts: list[Tensor], before: bool) -> tuple[Tens
     within = scores.flatten(2, 3) @ v.transpose(2, 3)  # (batch, chunks, h, Q, p)
 
     # All the heads of a group are one matrix (Q, h/g · p): they share B and C.
-    kept = (v * (total - c).exp()[..., None]).unflatten(3, (groups, -1)).flatten(4).transpose(2, 3)
-    written = (kept.mT @ B).reshape(*v.shape[:2], heads, v.shape[-1], B.shape[-1])
+    decayed = (v * (total - c).exp()[..., None]).unflatten(3, (groups, -1)).flatten(4).transpose(2, 3)
+    written = (decayed.mT @ B).reshape(*v.shape[:2], heads, v.shape[-1], B.shape[-1])
     earlier, state = _pass_on(total[:, :, 0].exp(), written, state)
     read = C @ earlier.unflatten(2, (groups, -1)).flatten(3, 4).mT  # (batch, chunks, g, Q, h/g · p)
     read = read.transpose(2, 3).reshape(v.shape)
@@ -138,27 +139,20 @@ def _chunks(x: Tensor, Q: int) -> Tensor:
     return x.unflatten(1, (-1, Q))
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
 def _check(v: Tensor, a: Tensor, B: Tensor, C: Tensor, state: Tensor | None, chunk: int) -> None:
     if chunk < 1:
         raise StackError(setting="chunk", given=chunk, allowed="at least 1")
     fits = v.dim() == 4 and a.shape == v.shape[:3] and B.dim() == 4 and C.shape == B.shape
     if not fits or B.shape[:2] != v.shape[:2]:
-        raise StackError(
-            f"a scan got v {tuple(v.shape)}, a {tuple(a.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}",
-            remedy="give (batch, L, h, p), (batch, L, h) and twice (batch, L, g, n)",
-        )
+        problem = f"a scan got v {tuple(v.shape)}, a {tuple(a.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
+        remedy = "give (batch, L, h, p), (batch, L, h) and twice (batch, L, g, n)"
+        raise StackError(problem, setting="v", given=tuple(v.shape), remedy=remedy)
     (batch, length, heads, p), (groups, n) = v.shape, B.shape[2:]
     if length < 1 or groups < 1 or heads % groups:
         raise StackError(
-            f"a scan got length {length}, {heads} heads and {groups} groups",
-            remedy="give at least one position and groups that divide the heads",
+            setting="groups", given=groups, allowed=f"a divisor of {heads} heads, with at least one position"
         )
     if state is not None and state.shape != (batch, heads, p, n):
         raise StackError(
-            f"a scan got a state of shape {tuple(state.shape)}", remedy=f"it must be {(batch, heads, p, n)}"
+            setting="initial_state", given=tuple(state.shape), allowed=f"of shape {(batch, heads, p, n)}"
         )

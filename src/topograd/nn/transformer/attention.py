@@ -1,4 +1,4 @@
-"""Causal attention: rotary embedding, masks, and the one attention layer of all transformers here.
+"""Rotary embedding, causal masks and the attention layer of all transformers here.
 
 Rotation of a head of width d at position p, "RoFormer" (Su et al. 2021) eq. 34:
 
@@ -10,10 +10,10 @@ interpolation ("llama3"). They are rounded to float32, as they were when the mod
 precision of the stack. The GPT of this package turns the other way (sin is negated), by tables of d/2: its
 trained weights depend on the direction, and its last bits on the form.
 
-Shapes: q (batch, heads, time, d), k and v (batch, kv heads, slots, d). Positions are (time,) where all rows
-of a batch are equally long and (batch, time) where they are not. A query at position p sees the slots 0..p
-of its row, or the last `window` of them. Slots beyond a row's own length may hold anything: no query of that
-row sees them, and the next token at such a position overwrites them.
+Shapes: q (batch, heads, time, d), k and v (batch, kv heads, slots, d). Positions are (time,) where all
+sequences of a batch are equally long and (batch, time) where they are not. A query at position p sees the
+slots 0..p of its sequence, or the last `window` of them. Slots beyond a sequence's length may hold anything:
+no query of it sees them, and the next token at such a position overwrites them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rope_frequencies(config: BlockConfig, local: bool = False) -> Tensor:
 
 
 def rotary_tables(frequencies: Tensor, positions: Tensor, like: Tensor, halves: bool) -> Tables:
-    """cos and sin (time, d) of every position, or (batch, 1, time, d) for ragged rows; d/2 with `halves`."""
+    """cos and sin (time, d) of every position, (batch, 1, time, d) for ragged batches; d/2 with `halves`."""
     wide = torch.promote_types(like.dtype, torch.float32)
     angles = positions[..., None].to(wide) * to_device(frequencies, like.device).to(wide)
     if not halves:
@@ -81,9 +81,9 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention_mask(positions: Tensor, total: int, window: int = 0) -> Tensor | None:
-    """Which of `total` slots each query may see; None where plain causality, or nothing, says it all.
+    """Which of `total` slots each query may see; None where plain causality or no mask is enough.
 
-    (time, total) for equally long rows, whose queries are the last slots; else (batch, 1, time, total).
+    (time, total) for equally long sequences, whose queries are the last slots; else (batch, 1, time, total).
     """
     time = positions.shape[-1]
     windowed = 0 < window < total
@@ -103,10 +103,9 @@ def causal_mask(ctx: LayerContext, total: int, window: int, whole_window: bool) 
 
     With `whole_window`, a window as long as the text masks nothing more but makes a mask, as in transformers.
     """
-    if "mask" in ctx.extras:  # given by the caller, for all layers
-        given: Tensor = ctx.extras["mask"]
-        return given
-    masks: dict[tuple[int, int], Tensor | None] = ctx.extras.get("visible", {})
+    if ctx.mask is not None:
+        return ctx.mask
+    masks = ctx.masks
     if (total, window) not in masks:
         mask = attention_mask(ctx.positions, total, window)
         if mask is None and whole_window and window == total > 1:
@@ -144,10 +143,8 @@ def check_reach(config: BlockConfig, inputs: Tensor, offset: int | Tensor) -> No
     """Raise StackError for positions that a table of learned positions does not have."""
     stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
     if stop > config.positions:
-        raise StackError(
-            f"{stop} positions are more than the {config.positions} that this {config.kind} has learned",
-            remedy="give it a shorter text",
-        )
+        problem = f"{stop} positions are more than the {config.positions} that this {config.kind} has learned"
+        raise StackError(problem, setting="inputs", given=stop, remedy="give it a shorter text")
 
 
 class Attention(nn.Module):
@@ -189,7 +186,7 @@ class Attention(nn.Module):
         q, k = self._rotate(q, k, ctx, rows)
         if state is not None:
             k, v = state.append(k, v)
-        if rows is None or "mask" in ctx.extras:
+        if rows is None or ctx.mask is not None:
             mask = causal_mask(ctx, k.shape[2], self.window, self.traits.whole_window)
         else:
             mask = attention_mask(rows[None], k.shape[2], self.window)
@@ -200,8 +197,8 @@ class Attention(nn.Module):
         """Queries, keys and values (batch, heads, time, head width)."""
         split = (*x.shape[:2], self.kv_heads, self.head_width)
         if self.rotary:
-            asking = x if rows is None else x[:, rows]
-            q = self.query(asking).view(*asking.shape[:2], self.heads, self.head_width)
+            queried = x if rows is None else x[:, rows]
+            q = self.query(queried).view(*queried.shape[:2], self.heads, self.head_width)
             k, v = self.key(x).view(split), self.value(x)
             if self.value_embedding is not None:
                 v = v + self.value_gate * self.value_embedding(ctx.inputs)
@@ -217,7 +214,7 @@ class Attention(nn.Module):
         if not self.rotary:
             return q, k
         rotate = rotate_halves if self.traits.half_tables else apply_rotary
-        cos, sin = ctx.extras["local" if self.local else "rotary"]
+        cos, sin = ctx.local_rotary if self.local else ctx.rotary
         k = rotate(k, cos, sin)
         q = rotate(q, cos, sin) if rows is None else rotate(q, cos[rows], sin[rows])
         if self.traits.norm_behind_rotation and self.query_norm is not None and self.key_norm is not None:

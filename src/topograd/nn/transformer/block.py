@@ -5,8 +5,7 @@
 A mixer that is an MLP too (Mamba) comes without one. In a model from scratch output matrices start at zero:
 a new layer adds s x0 and nothing else. One that is appended to a trained stack starts with s = 0 too, so that
 it is the identity, bit for bit ("Product of Experts" §6.1). Learned positions are added by the first layer,
-because the embedding does not know where its tokens stand: another stage that reads the embedding gets no
-positions.
+because the embedding has no positions: another stage that reads the embedding gets none.
 
 Cost per token and layer, in multiply-adds forward: 2 (heads + kv_heads) head_width width for attention's
 matrices, 3 mlp_width width for the MLP (2 if not gated), and 2 context heads head_width for attention.
@@ -28,7 +27,7 @@ from topograd.nn.transformer.config import BlockConfig
 from topograd.nn.transformer.parts import ACTIVATIONS, INIT_STD, linear_of, norm, norm_of
 
 X0_SCALE = 0.1
-"""What a new layer adds of x0."""
+"""The share of x0 that a new layer adds."""
 
 
 class MLP(nn.Module):
@@ -123,7 +122,7 @@ def layer_of(config: BlockConfig, index: int) -> Block | MixerBlock:
 
 
 def make_identity(layer: Block | MixerBlock) -> None:
-    """Let a new layer be the identity until it learns; the output matrix of another mixer is zero already."""
+    """Make a new layer the identity; the output matrix of another mixer is zero already."""
     if layer.x0_scale is not None:
         nn.init.zeros_(layer.x0_scale)
     if layer.mlp is not None:
@@ -136,6 +135,6 @@ def make_identity(layer: Block | MixerBlock) -> None:
 def table(rows: int, width: int) -> nn.Embedding:
     """An embedding with small random weights."""
     weight = torch.empty(rows, width)
-    if not weight.is_meta:  # where drawing nothing takes seconds
+    if not weight.is_meta:  # initialising a meta tensor takes seconds
         nn.init.normal_(weight, std=INIT_STD)
     return nn.Embedding(rows, width, _weight=weight)

@@ -1,7 +1,7 @@
-"""Settings of transformers of published families, and the traits that tell blocks apart. Imports no torch.
+"""Settings of transformers of published families, and the traits of their blocks. Imports no torch.
 
-A family says what its models have in common (kind of norm, gated MLP, learned positions); the settings say in
-what they differ. The GPT that is trained here (`nn/config.py`) is one more set of traits of the same block.
+Traits are what all models of a family have in common (kind of norm, gated MLP, learned positions); the
+settings are what they differ in. The GPT that is trained here (`nn/config.py`) is one more set of traits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Activation = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "r
 RopeScaling = Literal["none", "linear", "llama3"]
 Norm = Literal["rms", "rms-around-one", "layer", "unit"]
 MAX_LAYERS = 4096
-MOST = 2**24
-"""No width or vocabulary is larger than this: what is, is damage or a slip of the keyboard."""
+MAX_SIZE = 2**24
+"""The largest allowed width or vocabulary."""
 MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What all models of a family have in common."""
+    """The properties that all models of a family share."""
 
     norm: Norm = "rms"
     """RMSNorm, RMSNorm whose gain is 1 + weight, LayerNorm, or RMSNorm without a gain."""
@@ -72,7 +72,7 @@ TRAITS: Mapping[str, Traits] = {
 
 
 class BlockConfig(ModelSpec):
-    """What a transformer's block reads of its settings. Values here are those of a config that lacks them."""
+    """The settings that a transformer's block reads, with defaults for configs that lack them."""
 
     norm_eps: float = 1e-6
     local_rope_base: float | None = None
@@ -125,7 +125,7 @@ class BlockConfig(ModelSpec):
         return self.windows[index % len(self.windows)] if self.windows else 0
 
     def mixer(self, index: int) -> str:
-        """What mixes positions in layer `index`, as `MIXERS` calls it."""
+        """The mixer of layer `index`, as `MIXERS` names it."""
         return "attention"
 
     def has_value_embedding(self, index: int) -> bool:
@@ -133,7 +133,7 @@ class BlockConfig(ModelSpec):
         return False
 
     def grown(self, layers: int) -> BlockConfig:
-        """With `layers` layers, of which those that were there stay what they are."""
+        """The settings with `layers` layers; the existing ones do not change."""
         return self.changed(layers=layers)
 
     def draft_layer(self) -> tuple[BlockConfig, int]:
@@ -216,12 +216,8 @@ class TransformerConfig(BlockConfig):
             ("rope_scaling", get_args(RopeScaling)),
         ):
             if getattr(self, name) not in allowed:
-                raise StackError(
-                    f"{name} {getattr(self, name)!r} is unknown",
-                    setting=name,
-                    given=getattr(self, name),
-                    remedy=f"choose one of {', '.join(allowed)}",
-                )
+                one_of = f"one of {', '.join(allowed)}"
+                raise StackError(setting=name, given=getattr(self, name), allowed=one_of)
         self._check_sizes()
         self._check_numbers()
 
@@ -233,30 +229,34 @@ class TransformerConfig(BlockConfig):
                 setting="trained_context", given=self.trained_context, allowed="at least the context"
             )
         for name in (*sizes, "rope_original_context"):
-            value, bound = getattr(self, name), most.get(name, MOST)
+            value, bound = getattr(self, name), most.get(name, MAX_SIZE)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
                 raise StackError(setting=name, given=value, allowed=f"a whole number in 1..{bound}")
         if self.heads % self.kv_heads:
-            raise StackError(
-                f"{self.heads} heads cannot share {self.kv_heads} kv_heads", remedy="use a divisor"
-            )
-        if self.heads * self.head_width > MOST:
-            raise StackError(f"{self.heads} heads of {self.head_width} are more than {MOST} numbers")
+            problem = f"{self.heads} heads cannot share {self.kv_heads} kv_heads"
+            raise StackError(problem, setting="kv_heads", given=self.kv_heads, remedy="use a divisor")
+        if self.heads * self.head_width > MAX_SIZE:
+            problem = f"{self.heads} heads of {self.head_width} are more than {MAX_SIZE} numbers"
+            raise StackError(problem, setting="heads", given=self.heads)
         if not self.traits.learned_positions and self.head_width % 2:
             raise StackError(
-                setting="head_width", given=self.head_width, remedy="rotary positions need an even one"
+                setting="head_width", given=self.head_width, allowed="even, for rotary positions"
             )
         if self.traits.learned_positions and (
             self.kv_heads != self.heads or self.heads * self.head_width != self.width
         ):
             raise StackError(
                 f"{self.family} has heads of its own for keys and values that fill the width, and not "
-                f"{self.kv_heads} for {self.heads} of {self.head_width} in a width of {self.width}"
+                f"{self.kv_heads} for {self.heads} of {self.head_width} in a width of {self.width}",
+                setting="kv_heads",
+                given=self.kv_heads,
             )
         for window in self.windows:
             if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= MAX_POSITIONS:
                 raise StackError(
-                    f"windows hold {window!r}", remedy="a span is at least 0, and 0 is the whole context"
+                    setting="windows",
+                    given=self.windows,
+                    allowed="spans of at least 0; 0 is the whole context",
                 )
 
     def _check_numbers(self) -> None:
@@ -268,13 +268,11 @@ class TransformerConfig(BlockConfig):
                 raise StackError(setting=name, given=value, allowed="finite and above 0")
         if self.rope_scaling == "llama3" and self.rope_low_factor >= self.rope_high_factor:
             raise StackError(
-                f"rope_low_factor is {self.rope_low_factor} and rope_high_factor {self.rope_high_factor}",
-                setting="rope_low_factor",
-                given=self.rope_low_factor,
-                remedy="the first must be smaller",
+                setting="rope_low_factor", given=self.rope_low_factor, allowed="below rope_high_factor"
             )
         if self.attention_softcap is not None and not self.traits.softcapped_attention:
-            raise StackError(f"attention_softcap is for gemma2, and the family is {self.family}")
+            problem = f"attention_softcap is for gemma2, and the family is {self.family}"
+            raise StackError(problem, setting="attention_softcap", given=self.attention_softcap)
 
     @property
     def kind(self) -> str:
@@ -290,7 +288,7 @@ class TransformerConfig(BlockConfig):
 
     @property
     def traits(self) -> Traits:
-        """What the family has in common."""
+        """The traits of the family."""
         return TRAITS[self.family]
 
     @property
@@ -308,5 +306,5 @@ class TransformerConfig(BlockConfig):
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of attention scores."""
         return (self.head_width if self.query_scalar is None else self.query_scalar) ** -0.5

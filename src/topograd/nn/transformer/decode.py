@@ -1,4 +1,4 @@
-"""Decoding form of a transformer: the same function of the same weights in fewer operations.
+"""The decoding form of a transformer: the same function of the same weights in fewer operations.
 
 A small model that decodes one token spends more time between operations than in them. So, per layer,
 
@@ -11,14 +11,15 @@ A small model that decodes one token spends more time between operations than in
     h + W x       one operation, where nothing stands between
 
 and the rotations and masks are made once for all layers. Keys and queries whose rows are reordered alike have
-the same products. Matrices are packed for few rows (`packed.py`). Tested against `stack.py` in float64.
-Limits: for inference, and for the weights as they are now: make another when they have changed. Norms without
-a gain have no ε here, but 0 still gives 0.
+the same products. Matrices are packed for small batches (`mkl_linear.py`). Tested against `stack.py` in
+float64. Limits: for inference, and for the weights as they are now: make another when they have changed.
+Norms without a gain have no ε here, but 0 still gives 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from topograd.nn.transformer.stack import Transformer
 
 REACH = 1024
-"""Positions whose rotations are made at first; more are made when they are asked for."""
+"""Positions whose rotations are computed at first; the table grows on demand."""
 _TINY = 1e-30  # |x| of x = 0, so that 0 / |x| is 0
 
 
@@ -61,7 +62,7 @@ def paired(weight: Tensor, head_width: int) -> Tensor:
 
 
 class RotaryCache:
-    """exp(± i position frequency) of every position, as many as are asked for; `sign` is the direction."""
+    """exp(± i position frequency) of every position, growing on demand; `sign` is the direction."""
 
     def __init__(self, frequencies: Tensor, dtype: torch.dtype, sign: int, reach: int) -> None:
         self.frequencies, self.sign = frequencies, sign
@@ -74,21 +75,21 @@ class RotaryCache:
         self.table = torch.polar(torch.ones_like(angles), self.sign * angles).to(self.dtype)
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor) -> LayerContext:
-        """The layer context of a decoding form: rotations, and a place for masks."""
+        """The layer context of a decoding form, with the rotations of its positions."""
         stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
         if stop > len(self.positions):
             self._extend(2 * stop)
         if isinstance(offset, Tensor):
-            return LayerContext(x0, inputs, offset, {"rotary": self.table[offset][:, :, None], "masks": {}})
+            return LayerContext(x0, inputs, offset, self.table[offset][:, :, None])
         here = slice(offset, stop)
-        return LayerContext(x0, inputs, self.positions[here], {"rotary": self.table[here, None], "masks": {}})
+        return LayerContext(x0, inputs, self.positions[here], self.table[here, None])
 
 
-def rotate_pairs(x: Tensor, ctx: LayerContext, head_width: int) -> Tensor:
-    """Heads (batch, time, heads, head width) of rows (batch · time, heads · head width) rotated."""
+def rotate_pairs(x: Tensor, ctx: LayerContext, head_width: int, local: bool = False) -> Tensor:
+    """Heads (batch, time, heads, head width) of x (batch · time, heads · head width), rotated."""
     batch, time = ctx.inputs.shape
     pairs = torch.view_as_complex(x.view(batch, time, -1, head_width // 2, 2))
-    return torch.view_as_real(pairs * ctx.extras["rotary"]).flatten(3)
+    return torch.view_as_real(pairs * (ctx.local_rotary if local else ctx.rotary)).flatten(3)
 
 
 # Attention over a cache
@@ -132,8 +133,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext, window: 
 
 
 def _additive_mask(ctx: LayerContext, total: int, window: int) -> Tensor:
-    """0 where a query may look and -inf elsewhere; made once for all layers of one kind."""
-    masks: dict[tuple[int, int], Tensor] = ctx.extras["masks"]
+    """0 where a query may attend and -inf elsewhere; made once for all layers of one window."""
+    masks = ctx.additive_masks
     if (total, window) not in masks:
         visible = attention_mask(ctx.positions, total, window)
         assert visible is not None
@@ -173,16 +174,16 @@ class Unit:
 def joined(
     linears: list[Linear],
     gains: tuple[Tensor, Tensor | None] | None = None,
-    turned: int = 0,
+    num_paired: int = 0,
     head_width: int = 0,
 ) -> MklLinear:
-    """Some maps as one behind a norm's unit; of the first `turned` of them the rows are in pairs."""
+    """Some maps as one behind a norm's unit; the rows of the first `num_paired` are in pairs."""
     weights = [matrix_of(linear) for linear in linears]
     biases = [
         torch.zeros_like(weight[:, 0]) if linear.bias is None else linear.bias.detach()
         for linear, weight in zip(linears, weights, strict=True)
     ]
-    for place in range(turned):
+    for place in range(num_paired):
         weights[place], biases[place] = (paired(x[place], head_width) for x in (weights, biases))
     weight, bias = torch.cat(weights), torch.cat(biases)
     plain = all(linear.bias is None for linear in linears)
@@ -263,10 +264,7 @@ class DecodingBlock(nn.Module):
         if self.qk_gains is not None:
             both = self.unit(both.view(-1, self.heads + self.kv_heads, self.head_width)) * self.qk_gains
             both = both.view(-1, self.rotated)
-        if self.rotary:
-            both = rotate_pairs(both, ctx.extras["local"] if self.local else ctx, self.head_width)
-        else:
-            both = both.view(shape)
+        both = rotate_pairs(both, ctx, self.head_width, self.local) if self.rotary else both.view(shape)
         if self.unit_behind:
             both = self.unit(both)
         both = both.transpose(1, 2)
@@ -274,9 +272,9 @@ class DecodingBlock(nn.Module):
         v = qkv[:, self.rotated :]
         if self.values is not None:
             v = v + F.embedding(ctx.inputs.reshape(-1), self.values)
-        return append_and_attend(q, k, v.view(shape).transpose(1, 2), ctx, state, self._look)
+        return append_and_attend(q, k, v.view(shape).transpose(1, 2), ctx, state, self._attention)
 
-    def _look(self, q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext) -> Tensor:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext) -> Tensor:
         if not self.traits.softcapped_attention:
             return fused_attention(q, k, v, ctx, self.window, self.scale)
         mask = causal_mask(ctx, k.shape[2], self.window, self.traits.whole_window)
@@ -335,10 +333,7 @@ class DecodingTransformer(Stack):
         if self.config.traits.learned_positions:
             check_reach(self.config, inputs, offset)
         ctx, *local = [cache.layer_context(x0, inputs, offset) for cache in self.rotary]
-        if local or self.config.traits.softcapped_attention:
-            more = {"visible": {}, "local": local[0] if local else ctx}
-            return LayerContext(x0, inputs, ctx.positions, {**ctx.extras, **more})
-        return ctx
+        return replace(ctx, local_rotary=local[0].rotary) if local else ctx
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         flat = self.unit(h.reshape(-1, h.shape[-1]))
@@ -348,7 +343,10 @@ class DecodingTransformer(Stack):
         # stages without a delta, or with one of low rank, share one matrix
         which = stage if self.head.has_delta(stage) and factors is None else -1
         if which not in self._heads:
-            self._heads[which] = self._packed_head(which)
+            matrix, bias = self.head.matrix(which).detach(), self.head.bias
+            if self.shift is not None:
+                bias = matrix @ self.shift if bias is None else bias + matrix @ self.shift
+            self._heads[which] = MklLinear(matrix * self.gain, bias)
         z = self._heads[which](flat)
         if factors is not None:
             up, down = factors
@@ -357,12 +355,6 @@ class DecodingTransformer(Stack):
 
     def _normed(self, unit: Tensor) -> Tensor:
         return unit * self.gain if self.shift is None else torch.addcmul(self.shift, unit, self.gain)
-
-    def _packed_head(self, stage: int) -> MklLinear:
-        matrix, bias = self.head.matrix(stage).detach(), self.head.bias
-        if self.shift is not None:
-            bias = matrix @ self.shift if bias is None else bias + matrix @ self.shift
-        return MklLinear(matrix * self.gain, bias)
 
     @property
     def vocab(self) -> int:

@@ -132,7 +132,7 @@ def matrix_of(linear: Linear) -> Tensor:
 
 
 def gain_of(module: Norm) -> tuple[Tensor | None, Tensor | None]:
-    """What a norm multiplies its unit by, and what it adds; None is nothing."""
+    """The gain and the bias of a norm; None where it has none."""
     if isinstance(module, UnitNorm):
         return None, None
     weight = module.weight.detach()

@@ -1,4 +1,4 @@
-"""Transformers as stacks that decode: the GPT that is trained here, Llama, Mistral, Qwen, GPT-2, Gemma.
+"""The `Transformer` stack: the GPT that is trained here, Llama, Mistral, Qwen, GPT-2, Gemma.
 
     x0 = E[token] (+ E'[previous token], the smear)       normed or scaled where the model does
     h ← h + s x0;   h ← h + W_o Attn(norm(h));   h ← h + W_down (act(W_gate x) ⊙ W_up x),  x = norm(h)
@@ -47,19 +47,18 @@ class Transformer(HeadedStack):
                     nn.init.normal_(each.weight, std=1.0 if not config.tied else config.width**-0.5)
         self.layers = nn.ModuleList(layer_of(config, i) for i in range(config.layers))
         self.norm = norm_of(config, config.width)
-        self.head = Head(self._head_weight(), rank=config.head_rank, softcap=config.softcap)
+        weight = self.embedding.weight
+        if scratch:  # drawn even where it is not used: seeds mean what they meant
+            own = nn.Parameter(config.head_std * torch.randn(config.vocab, config.width))
+            weight = weight if config.tied else own
+        elif not config.tied:
+            weight = table(config.vocab, config.width).weight
+        self.head = Head(weight, rank=config.head_rank, softcap=config.softcap)
         if not scratch:
             self.apply(initialize)
         # Not buffers: converting the stack to half precision must not round them.
         self.frequencies = rope_frequencies(config)
         self.local_frequencies = None if config.local_rope_base is None else rope_frequencies(config, True)
-
-    def _head_weight(self) -> Tensor:
-        config = self.config
-        if config.traits.scratch:  # drawn even where it is not used: seeds mean what they meant
-            own = nn.Parameter(config.head_std * torch.randn(config.vocab, config.width))
-            return self.embedding.weight if config.tied else own
-        return self.embedding.weight if config.tied else table(config.vocab, config.width).weight
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         x = self.embedding(inputs)
@@ -73,12 +72,11 @@ class Transformer(HeadedStack):
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         positions = super().layer_context(x0, inputs, offset).positions
-        extras: dict[str, object] = {"visible": {}}
         if self.config.traits.learned_positions:
             check_reach(self.config, inputs, offset)
-        else:
-            extras |= self.rotations(positions, x0)
-        return LayerContext(x0, inputs, positions, extras)
+            return LayerContext(x0, inputs, positions)
+        tables = self.rotations(positions, x0)
+        return LayerContext(x0, inputs, positions, tables["rotary"], tables.get("local"))
 
     def rotations(self, positions: Tensor, like: Tensor) -> Mapping[str, Tables]:
         """cos and sin of some positions: `rotary`, and `local` where layers with a window have their own."""
@@ -116,7 +114,9 @@ class Transformer(HeadedStack):
     def draft_layer(self) -> nn.Module:
         """One more layer of attention, the identity at first, as a draft stage has it."""
         if self.config.mixer(len(self.layers) - 1) != "attention":
-            raise StackError("a draft stage has attention", remedy="this model's last layer has none")
+            raise StackError(
+                "a draft stage has attention", setting="base", remedy="this model's last layer has none"
+            )
         layer = layer_of(*self.config.draft_layer())
         make_identity(layer)
         return layer
