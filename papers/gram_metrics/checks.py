@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.first_order import first_order
+from papers.gram_metrics.prediction import frozen, relinearised
 from tests.oracles.fields import descend
 from tests.oracles.ntk import empirical_ntk, output
 from topograd.errors import FieldError
 from topograd.fields.field_state import crossings, state_of
-from topograd.fields.first_order import first_order
 from topograd.fields.kernel import kernel
-from topograd.fields.prediction import frozen, relinearised
 from topograd.fields.simulation import Trajectory, simulate
 
 T = TypeVar("T")

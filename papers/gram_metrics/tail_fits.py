@@ -65,12 +65,14 @@ def their_fit() -> Callable[[Tensor], tuple[float, int]]:
     except ImportError:
         raise ConfigError(
             "weightwatcher is not installed, with which this study compares",
+            setting="package",
+            given="weightwatcher",
             remedy="pip install weightwatcher",
         ) from None
 
     def of(values: Tensor) -> tuple[float, int]:
-        found = fit(values.numpy())
-        return float(found.alpha), len(found.data)
+        result = fit(values.numpy())
+        return float(result.alpha), len(result.data)
 
     return of
 
@@ -140,5 +142,5 @@ def _same(a: float, b: float) -> bool:
 
 
 def _range(counts: Iterator[int]) -> str:
-    found = sorted(counts)
-    return f"{found[0]} to {found[-1]}, median {int(np.median(found))}"
+    result = sorted(counts)
+    return f"{result[0]} to {result[-1]}, median {int(np.median(result))}"

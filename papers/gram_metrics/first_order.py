@@ -1,4 +1,4 @@
-"""What one step of gradient descent does to the fields, to first order in the step.
+"""First-order change of the fields by one step of gradient descent.
 
 Statement. At fixed masks, for rows α and training examples β, with Δu_0 = 0 and D_l^α = diag(a_l^α),
 
@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from papers.gram_metrics.transport import check_residual, conjugate_change
 from topograd.fields.field_state import Fields, State
 from topograd.fields.network import Network, weights_of
-from topograd.fields.transport import check_residual, conjugate_change
 
 
 @dataclass(frozen=True)
