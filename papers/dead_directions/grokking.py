@@ -125,8 +125,8 @@ def run(asked: Asked) -> Result:
             train = partial(trained, arm, seed, asked.steps, asked.width, sampling)
             rows.append(asked.kept.row(key, train))
             asked.on_more(len(rows), total)
-    said = spoken(rows)
-    judged = claims(rows, said)
+    message = spoken(rows)
+    judged = claims(rows, message)
     return Result(
         setting=(
             f"(a + b) mod {MODULUS} by a residual network of width {asked.width}, AdamW at {RATE:g}, full "
@@ -134,11 +134,11 @@ def run(asked: Asked) -> Result:
             + " ".join(f"{arm.name}: {arm.share:.0%} of the pairs, decay {arm.decay:g}." for arm in ARMS)
         ),
         rows=rows,
-        tables=(phase_table(rows), event_table(rows, said)),
+        tables=(phase_table(rows), event_table(rows, message)),
         findings=findings(rows, judged),
         claims=judged,
         seeds=asked.seeds,
-        record={"signals": SIGNALS, "marks": marks(rows, said)},
+        record={"signals": SIGNALS, "marks": marks(rows, message)},
     )
 
 
@@ -181,9 +181,9 @@ def _read(model: SumStream, task: Task, reader: SeriesReader, step: int) -> dict
 
 
 def _coefficient(model: SumStream, probe: Batch, sampling: Langevin) -> dict[str, Any]:
-    found = learning_coefficient(model, "cross-entropy", probe, sampling)
+    result = learning_coefficient(model, "cross-entropy", probe, sampling)
     names = ("interval", "calibrated", "reason", "virial")
-    return {"coefficient": found.value, **{name: getattr(found, name) for name in names}}
+    return {"coefficient": result.value, **{name: getattr(result, name) for name in names}}
 
 
 @torch.no_grad()

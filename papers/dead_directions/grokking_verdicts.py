@@ -32,7 +32,7 @@ from typing import Any
 from papers.outcome import ResultTable, Row
 from papers.verdicts import Claim, above, every, within
 from topograd.geometry.monitors.phase import read_phase
-from topograd.geometry.series import LEAST, change_points
+from topograd.geometry.series import MIN_SIDE, change_points
 
 DECAY, NO_DECAY, ALL_PAIRS = "decay", "no decay", "all pairs"
 CONTROLS = (NO_DECAY, ALL_PAIRS)
@@ -118,12 +118,12 @@ def warned(points: Sequence[Point], signal: str) -> Warned:
     known = [] if start is None else [(p["step"], value_of(p, signal)) for p in points[start:]]
     pairs = [(step, value) for step, value in known if value is not None]
     steps, values = [step for step, _ in pairs], [value for _, value in pairs]
-    found = change_points(signal, steps, values)
-    return Warned(found[0].step if found else None, _seen(steps, values), turn(steps, values))
+    result = change_points(signal, steps, values)
+    return Warned(result[0].step if result else None, _seen(steps, values), turn(steps, values))
 
 
 def _seen(steps: Sequence[int], values: Sequence[float]) -> int | None:
-    for i in range(2 * LEAST, len(steps) + 1):
+    for i in range(2 * MIN_SIDE, len(steps) + 1):
         if change_points("", steps[:i], values[:i]):
             return steps[i - 1]
     return None
@@ -247,8 +247,8 @@ def fallen(points: Sequence[Point]) -> float:
     """By how much log λ̂ fell from the first calibrated reading from m on to the last."""
     start = fitted(points)
     known = [] if start is None else [value_of(point, "coefficient") for point in points[start:]]
-    kept = [value for value in known if value is not None]
-    return math.log(kept[0] / kept[-1]) if len(kept) > 1 else math.nan
+    retained = [value for value in known if value is not None]
+    return math.log(retained[0] / retained[-1]) if len(retained) > 1 else math.nan
 
 
 def _coefficients(rows: Sequence[Row], said: Spoken) -> list[Claim]:
@@ -322,7 +322,7 @@ def _slope(points: Sequence[Point]) -> float:
 def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
     """For every signal: does it speak before the fall, and only then?"""
     falling = {seed: run for seed, run in points_of(rows, DECAY).items() if fall(run) is not None}
-    found = []
+    results = []
     for signal, words in SIGNALS.items():
         for name, field in (("change point", "seen"), ("turn", "turn")):
             hits = []
@@ -330,7 +330,7 @@ def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
                 ahead = lead(run, getattr(said[DECAY, seed, signal], field)) > 0
                 false = any(getattr(said[arm, seed, signal], field) is not None for arm in CONTROLS)
                 hits.append(ahead and not false)
-            found.append(
+            results.append(
                 every(
                     f"a {name} of {words} warns",
                     "it comes before the fall of the test loss, and only where it falls",
@@ -338,7 +338,7 @@ def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
                     hits,
                 )
             )
-    return found
+    return results
 
 
 def event_table(rows: Sequence[Row], said: Spoken) -> ResultTable:
@@ -402,15 +402,15 @@ def findings(rows: Sequence[Row], judged: Sequence[Claim]) -> tuple[str, ...]:
     runs = list(points_of(rows, DECAY).values())
     sampled = [p for row in rows for p in row["points"] if p["coefficient"] is not None]
     refused = [p["reason"] for p in sampled if not p["calibrated"]]
-    said = [
+    sentences = [
         f"{sum(map(groks, runs))} of {len(runs)} trainings with decay grok, and "
         f"{sum(groks(run) for arm in CONTROLS for run in points_of(rows, arm).values())} of the controls.",
         f"λ̂ was refused at {len(refused)} of {len(sampled)} readings"
         + (f", such as: {refused[0]}." if refused else "."),
     ]
     ahead = [claim.name for claim in judged if claim.name.endswith("warns") and claim.verdict == "held"]
-    said.append(
+    sentences.append(
         "Signals that lead with every seed and are silent in both controls: "
         + (f"{'; '.join(ahead)}." if ahead else "none.")
     )
-    return tuple(said)
+    return tuple(sentences)

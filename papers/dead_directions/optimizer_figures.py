@@ -69,17 +69,17 @@ def unseen_panel(by_task: Sequence[Record], arms: Sequence[str]) -> Panel:
     lines = -(-len(by_task) // 2)
     figure = new_figure(2.3 * lines + 0.6)
     grid = figure.subplots(lines, 2, squeeze=False).flatten()
-    for axes, found in zip(grid, by_task, strict=False):
-        _curves(axes, found, "unseen", arms)
+    for axes, result in zip(grid, by_task, strict=False):
+        _curves(axes, result, "unseen", arms)
         low, high = axes.get_ylim()
         if high > WIDE * low:
             powers(axes, "y")
-        axes.set(title=found["task"], xlabel="step", ylabel="nats, unseen")
+        axes.set(title=result["task"], xlabel="step", ylabel="nats, unseen")
     for axes in grid[len(by_task) :]:
         axes.set_axis_off()
     legend_below(figure, grid[0])
-    cells = tuple((arm, *(fixed(_end(found, arm, "unseen"), 3) for found in by_task)) for arm in arms)
-    table = Table("At the end, mean over seeds", ("arm", *(found["task"] for found in by_task)), cells)
+    cells = tuple((arm, *(fixed(_end(result, arm, "unseen"), 3) for result in by_task)) for arm in arms)
+    table = Table("At the end, mean over seeds", ("arm", *(result["task"] for result in by_task)), cells)
     return _panel("unseen", "Loss on unseen examples", "Means over seeds.", figure, table)
 
 

@@ -111,14 +111,14 @@ def _tuned(task: Task, arm: Arm) -> Row:
 
 
 def _trained(task: Task, arm: Arm, lr: float, seed: int) -> Row:
-    found = train(task, arm, lr, seed, readings=1)
-    return {"learnt": found.learnt, "unseen": found.unseen, "accuracy": found.accuracy}
+    result = train(task, arm, lr, seed, readings=1)
+    return {"learnt": result.learnt, "unseen": result.unseen, "accuracy": result.accuracy}
 
 
 def _unseen(rows: Sequence[Row], task: str, arm: str) -> list[float]:
     """By seed; what diverged is far away, not infinite."""
-    found = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
-    losses = [row["unseen"] for row in sorted(found, key=lambda row: row["seed"])]
+    results = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
+    losses = [row["unseen"] for row in sorted(results, key=lambda row: row["seed"])]
     return [loss if math.isfinite(loss) else 1e3 for loss in losses]
 
 
@@ -134,16 +134,16 @@ def _names(rows: Sequence[Row], task: str) -> list[str]:
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """DDCAdam's gain, which parts of it have a gain of their own, and DDCAdam against the peers."""
-    said = "DDCAdam generalises better because its steps do not depend on the gauge."
+    message = "DDCAdam generalises better because its steps do not depend on the gauge."
     judged = []
     for arm in ("DDCAdam", "DDCAdam, rescaling alone", "DDCAdam, shift alone", "AdamW, relative"):
         name, effect = f"modular: {arm} gains on AdamW", f"{arm}'s gain, log10 of losses on unseen examples,"
-        judged.append(above(name, said, effect, gains(rows, "modular", arm)))
+        judged.append(above(name, message, effect, gains(rows, "modular", arm)))
     for task in ("modular", "digits"):
         for peer in PEERS:
             effect = f"log10 of {peer.name}'s loss on unseen examples over DDCAdam's"
             values = gains(rows, task, "DDCAdam", peer.name)
-            judged.append(above(f"{task}: DDCAdam is ahead of {peer.name}", said, effect, values))
+            judged.append(above(f"{task}: DDCAdam is ahead of {peer.name}", message, effect, values))
     return judged
 
 
@@ -168,9 +168,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
     whole = statistics.fmean(gains(rows, "modular", "DDCAdam"))
     if whole <= 0:
         return ["DDCAdam has no gain over AdamW here, so that there is nothing to take apart."]
-    kept = {arm.name: statistics.fmean(gains(rows, "modular", arm.name)) / whole for arm in PARTS}
-    ordered = sorted(kept, key=lambda name: -kept[name])
-    parts = "; ".join(f"{name} {kept[name]:.0%}" for name in ordered)
+    retained = {arm.name: statistics.fmean(gains(rows, "modular", arm.name)) / whole for arm in PARTS}
+    ordered = sorted(retained, key=lambda name: -retained[name])
+    parts = "; ".join(f"{name} {retained[name]:.0%}" for name in ordered)
     return [f"Of DDCAdam's gain on modular addition ({whole:.2f} decades) these keep: {parts}."]
 
 

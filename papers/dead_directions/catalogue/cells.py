@@ -53,7 +53,7 @@ class Cell:
 def catalogue(*, seed: int = 0, on_cell: Callable[[Cell, int], None] | None = None) -> list[Cell]:
     """All cells. `on_cell` is called with each as it is done, and with how many there will be."""
     networks = architectures()
-    counted = [said for network in networks for said in predict(network) if not follows(said.node)]
+    counted = [message for network in networks for message in predict(network) if not follows(message.node)]
     total = len(counted) + len(SHARES) + 2 * len(LEAKS)
     cells = []
     for cell in _all(networks, seed):
@@ -104,7 +104,7 @@ LEAKS = (8, 64)
 def _all(networks: tuple[Architecture, ...], seed: int) -> Iterator[Cell]:
     for network in networks:
         cells = zip(predict(network), compare(network, seed=seed), strict=True)
-        yield from (cell for said, cell in cells if not follows(said.node))
+        yield from (cell for message, cell in cells if not follows(message.node))
     yield from _shares(seed)
     yield from _leaks(seed)
 
