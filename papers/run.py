@@ -56,21 +56,26 @@ class Run:
     def __post_init__(self) -> None:
         check_numbers(self, steps=REPEATS, width=SIZE, seeds=REPEATS)
         if self.all and self.name is not None:
-            raise ConfigError(f"--all is given and so is {self.name}", remedy="give one of them")
+            raise ConfigError(
+                f"--all is given and so is {self.name}",
+                setting="all",
+                given=self.name,
+                remedy="give one of them",
+            )
 
 
 def run(argv: list[str]) -> int:
     """Run one study or all, and return the exit code."""
-    asked = parse(Run, argv, "run", program=PROGRAM)
-    if asked.all:
-        answer: dict[str, Any] = {"studies": _run_all(asked)}
-    elif asked.name is not None:
-        answer = _run_one(_asked(asked, asked.name), asked)
+    args = parse(Run, argv, "run", program=PROGRAM)
+    if args.all:
+        answer: dict[str, Any] = {"studies": _run_all(args)}
+    elif args.name is not None:
+        answer = _run_one(_asked(args, args.name), args)
     else:
         raise ConfigError(f"missing from {PROGRAM} run: NAME", remedy="give the name of a study, or --all")
-    if asked.json:
+    if args.json:
         print_json(answer)
-    elif asked.all:
+    elif args.all:
         out().print(all_table(answer))
     else:
         _show(answer)
@@ -106,22 +111,22 @@ def run_study(asked: Asked) -> dict[str, Any]:
             remedy="leave it out",
         )
     began = time.perf_counter()
-    found = study.run(asked)
+    result = study.run(asked)
     return {
         "study": asked.study,
         "title": study.title,
         "preset": asked.preset,
         "asked": asked_for(asked),
-        "seeds": found.seeds,
+        "seeds": result.seeds,
         "prediction": study.prediction,
-        "setting": found.setting,
-        "rows": found.rows,
-        "tables": [asdict(table) for table in found.tables],
-        "findings": list(found.findings),
-        "figure": None if found.drawing is None else asdict(found.drawing),
-        "claims": [asdict(claim) for claim in found.claims],
-        "verdict": found.verdict,
-        **found.record,
+        "setting": result.setting,
+        "rows": result.rows,
+        "tables": [asdict(table) for table in result.tables],
+        "findings": list(result.findings),
+        "figure": None if result.drawing is None else asdict(result.drawing),
+        "claims": [asdict(claim) for claim in result.claims],
+        "verdict": result.verdict,
+        **result.record,
         "seconds": time.perf_counter() - began,
     }
 
@@ -148,35 +153,37 @@ def _run_one(study: Asked, asked: Run) -> dict[str, Any]:
     from papers.study_page import write_study  # matplotlib
 
     make_folder(asked.out)
-    kept = Kept(asked.out / f"{study.study}.rows.jsonl", setting_of(study), asked.fresh)
+    retained = Kept(asked.out / f"{study.study}.rows.jsonl", setting_of(study), asked.fresh)
     if study.size.minutes >= 1:
         note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
-    record = run_study(replace(study, kept=kept))
-    if kept.found:
-        note(f"{kept.found} measurements are of an earlier run, from {kept.file}; --fresh makes them again")
+    record = run_study(replace(study, kept=retained))
+    if retained.found:
+        note(
+            f"{retained.found} measurements are of an earlier run, from {retained.file}; --fresh repeats them"
+        )
     return {**record, "page": str(write_study(asked.out, record))}
 
 
 def _run_all(asked: Run) -> list[dict[str, Any]]:
     """Every study that has the preset; what cannot be run here says why, and the others go on."""
-    found = []
+    results = []
     for name in STUDIES:
         if asked.preset not in SIZES[name]:
             continue
         study = _asked(asked, name)
         before = None if asked.fresh else _finished(study, asked.out)
         if before is not None:
-            found.append({"study": name, "state": "done before", "verdict": before["verdict"]})
+            results.append({"study": name, "state": "done before", "verdict": before["verdict"]})
             continue
         try:
             record = _run_one(study, asked)
         except TopogradError as problem:
             note(f"{name}: {problem}")
-            found.append({"study": name, "state": "not run", "why": str(problem)})
+            results.append({"study": name, "state": "not run", "why": str(problem)})
         else:
-            kept = {key: record[key] for key in ("verdict", "seconds", "page")}
-            found.append({"study": name, "state": "done", **kept})
-    return found
+            retained = {key: record[key] for key in ("verdict", "seconds", "page")}
+            results.append({"study": name, "state": "done", **retained})
+    return results
 
 
 def _finished(study: Asked, folder: Path) -> dict[str, Any] | None:
@@ -222,8 +229,8 @@ def claims_table(answer: Mapping[str, Any]) -> Table:
 
 def _show(answer: Mapping[str, Any]) -> None:
     console = out()
-    for found in answer["tables"]:
-        console.print(result_table(found))
+    for result in answer["tables"]:
+        console.print(result_table(result))
     if answer["claims"]:
         console.print(claims_table(answer))
     for words in answer["findings"]:

@@ -182,17 +182,17 @@ def judged(experiment: Callable[[Sizes, Asked], Found], asked: Asked) -> Result:
     """Run an experiment in staged learning, and its claims with their verdicts."""
     sizes = sizes_of(asked)
     check_seeds(sizes.seeds)
-    found = experiment(sizes, asked)
-    claims = tuple(settled(found.claims, found.rows))
+    result = experiment(sizes, asked)
+    claims = tuple(settled(result.claims, result.rows))
     return Result(
         setting=(
             f"GPTs of six layers of width {sizes.width} on bytes, {sizes.steps} steps of "
             f"{sizes.batch} × {sizes.context} tokens ({sizes.soft_steps} where boundaries are learned). "
             "All arms of a seed start from the same weights and see the same data in the same order."
         ),
-        rows=found.rows,
-        tables=(ResultTable(found.caption, found.header, found.cells),),
-        drawing=found.drawing,
+        rows=result.rows,
+        tables=(ResultTable(result.caption, result.header, result.cells),),
+        drawing=result.drawing,
         claims=claims,
         seeds=sizes.seeds,
         record={"sizes": asdict(sizes)},
@@ -286,7 +286,9 @@ def train_arm(
     try:
         losses = fit(stack, plan, batches, config.steps, settings, watch)
     except DivergenceError as problem:
-        raise DivergenceError(f"arm {arm.name} with seed {config.seed}: {problem}") from None
+        raise DivergenceError(
+            f"arm {arm.name} with seed {config.seed}: {problem}", setting="arm", given=arm.name
+        ) from None
     return stack, plan, losses
 
 
@@ -345,5 +347,5 @@ def mean(rows: Sequence[Row], arm: str, key: str = "bpb") -> float:
 
 def spread(rows: Sequence[Row], arm: str, key: str = "bpb") -> str:
     """The standard deviation over seeds as text; a dash for one seed."""
-    found = values(rows, arm, key)
-    return f"{statistics.stdev(found):.4f}" if len(found) > 1 else "–"
+    result = values(rows, arm, key)
+    return f"{statistics.stdev(result):.4f}" if len(result) > 1 else "–"

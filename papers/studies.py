@@ -42,8 +42,8 @@ class Study:
             from papers.staged_runs import judged
 
             return judged(function, asked)
-        found: Result = function(asked)
-        return found
+        result: Result = function(asked)
+        return result
 
 
 STUDIES: Mapping[str, Study] = {

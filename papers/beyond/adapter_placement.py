@@ -116,8 +116,8 @@ def run(asked: Asked) -> Result:
                 rate = asked.kept.row(key, partial(study.tune, arm))["rate"]
             for seed in range(seeds[name]):
                 key = {"base": name, "arm": arm.name, "seed": seed, "rate": rate}
-                found = asked.kept.row(key, partial(study.learn, arm, seed, rate))
-                rows.append({**key, **found})
+                result = asked.kept.row(key, partial(study.learn, arm, seed, rate))
+                rows.append({**key, **result})
                 asked.on_more(len(rows), total)
     judged = [claim for name in models for claim in claims(name, rows)]
     return Result(
@@ -203,19 +203,19 @@ class _Placement:
         optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
         generator = torch.Generator().manual_seed(seed)
         stops = {0, *(max(1, round(share * self.steps)) for share in shares)} if shares else set()
-        found: Row = {"stops": sorted(stops), "new": [], "old": []}
+        result: Row = {"stops": sorted(stops), "new": [], "old": []}
         for step in range(self.steps + 1):
             if step in stops or step == self.steps:
-                found["new"].append(statistics.fmean(bits_per_byte(model, judge)))
+                result["new"].append(statistics.fmean(bits_per_byte(model, judge)))
             if step in stops:
-                found["old"].append(bits_per_byte(model, self.base.heldout))
+                result["old"].append(bits_per_byte(model, self.base.heldout))
             if step < self.steps:
                 rows = torch.randint(len(learn.inputs), (self.size.batch,), generator=generator)
                 loss = F.cross_entropy(model(learn.inputs[rows]).mT, learn.targets[rows])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        return found
+        return result
 
     def place(self, arm: Arm, seed: int) -> list[nn.Parameter]:
         """Give the model an arm's adapters; the parameters that learn."""

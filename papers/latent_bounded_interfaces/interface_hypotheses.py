@@ -180,18 +180,18 @@ def _loss(stack: GPT, plan: Plan, inputs: Tensor, targets: Tensor) -> float:
 def coherence(stack: GPT, plan: Plan, data: Prepared, config: TrainConfig) -> list[float]:
     """For each of the first four layers: the mean cosine between gradients of pairs of batches."""
     loader = Loader(data.train, config.model.context, config.batch, config.seed + 1000)
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for _ in range(PAIRS):
         stack.zero_grad(set_to_none=True)
         train_step(stack, plan, *next(loader))
-        found.append(
+        results.append(
             [
                 torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
                 for layer in stack.layers[:4]
             ]
         )
     stack.zero_grad(set_to_none=True)
-    pairs = list(itertools.combinations(found, 2))
+    pairs = list(itertools.combinations(results, 2))
     return [
         statistics.fmean(F.cosine_similarity(a[i], b[i], dim=0, eps=1e-30).item() for a, b in pairs)
         for i in range(4)
@@ -206,17 +206,17 @@ def oracle(
     learn = next(Loader(data.train, config.model.context, 64, config.seed + 2000))[0]
     x0, h = _stream(stack, learn)
     segment = config.model.context // 8
-    found: dict[str, dict[str, float]] = {"own position": {}, "segment before": {}}
+    result: dict[str, dict[str, float]] = {"own position": {}, "segment before": {}}
     mean = h.flatten(0, 1).mean(0)
     directions = torch.linalg.svd((h.flatten(0, 1) - mean).double(), full_matrices=False)[2].to(h.dtype)
     for name, rank in {"0": 0, "4": 4, "16": 16, "all": h.shape[-1]}.items():
         basis = directions[:rank].t()
-        for way, values in found.items():
+        for way, values in result.items():
             read = _regression(_joined(x0, _message(way, (h - mean) @ basis, segment)), h)
             own_x0, own_h = _stream(stack, inputs)
             made = read(_joined(own_x0, _message(way, (own_h - mean) @ basis, segment)))
             values[name] = _behind(stack, made, inputs, targets)
-    return found
+    return result
 
 
 def _stream(stack: GPT, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,10 +406,10 @@ def _has(rows: Sequence[Row], model: str, key: str) -> bool:
 
 
 def _oracle_table(rows: Sequence[Row]) -> ResultTable:
-    found = _oracles(rows)
-    ranks = list(found[0]["own position"])
+    result = _oracles(rows)
+    ranks = list(result[0]["own position"])
     cells = tuple(
-        (way, *(f"{statistics.fmean(one[way][rank] for one in found):.4f}" for rank in ranks))
+        (way, *(f"{statistics.fmean(one[way][rank] for one in result):.4f}" for rank in ranks))
         for way in ("own position", "segment before")
     )
     return ResultTable("The dense model behind a stream of the canvas and r numbers", ("way", *ranks), cells)
@@ -417,12 +417,12 @@ def _oracle_table(rows: Sequence[Row]) -> ResultTable:
 
 def _findings(rows: Sequence[Row], config: TrainConfig) -> list[str]:
     gain = statistics.fmean(minus(rows, "shallow", "dense"))
-    kept = {
+    retained = {
         name: statistics.fmean(minus(rows, "shallow", name)) / gain
         for name in ("S = 8", "S = T", "own position")
     }
-    said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in kept.items())
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in retained.items())
     return [
-        f"Depth is worth {gain:.4f} nats at {config.steps} steps (F); of that the interfaces keep: {said}.",
+        f"Depth is worth {gain:.4f} nats at {config.steps} steps (F); of that the interfaces keep: {shares}.",
         "Longer trainings and AdamW: --preset long. Encoders: study masked-encoder.",
     ]

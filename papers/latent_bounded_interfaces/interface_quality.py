@@ -239,12 +239,12 @@ def quality_table(rows: Sequence[Row]) -> ResultTable:
 
 
 def _shuffled(rows: Sequence[Row], kind: str, name: str) -> str:
-    found = [
+    results = [
         row["shuffled"]
         for row in rows
         if row["architecture"] == kind and row["name"] == name and "shuffled" in row
     ]
-    return f"{statistics.fmean(found):.4f}" if found else "–"
+    return f"{statistics.fmean(results):.4f}" if results else "–"
 
 
 def _mean_spread(values: Sequence[float]) -> str:
@@ -276,16 +276,16 @@ def norm_table(rows: Sequence[Row]) -> ResultTable:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    found = []
+    results = []
     for kind in _kinds(rows):
         worth = minus(rows, kind, "shallow", "dense", "honest")
-        kept = {
+        retained = {
             "the published interface": minus(rows, kind, "shallow", MIDDLE, "honest"),
             "a causal one at every position": minus(rows, kind, "shallow", FINE, "honest"),
         }
-        said = ", ".join(
+        message = ", ".join(
             f"{name} keeps {100 * statistics.fmean(values) / statistics.fmean(worth):.0f} %"
-            for name, values in kept.items()
+            for name, values in retained.items()
         )
-        found.append(f"{kind}: depth is worth {Interval.of(worth)}; of that, read honestly, {said}.")
-    return found
+        results.append(f"{kind}: depth is worth {Interval.of(worth)}; of that, read honestly, {message}.")
+    return results

@@ -148,14 +148,14 @@ def measure(model: Model, config: TrainConfig) -> Row:
 
 def scan_error(stack: Encoder, plan: Plan, inputs: Tensor, targets: Tensor) -> float:
     """The largest difference between gradients by scan and by autograd, over the largest gradient."""
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for engine in (Autograd(), Scan()):
         stack.zero_grad(set_to_none=True)
         train_step(stack, plan, inputs, targets, gradient=engine)
-        found.append([p.grad.clone() for p in stack.parameters() if p.grad is not None])
+        results.append([p.grad.clone() for p in stack.parameters() if p.grad is not None])
     stack.zero_grad(set_to_none=True)
-    wrong = max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
-    return wrong / max(a.abs().max().item() for a in found[0])
+    wrong = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    return wrong / max(a.abs().max().item() for a in results[0])
 
 
 def kept(rows: Sequence[Row], model: str) -> list[float]:
@@ -215,9 +215,9 @@ def _table(rows: Sequence[Row]) -> ResultTable:
 
 def _findings(rows: Sequence[Row]) -> list[str]:
     gain = statistics.fmean(minus(rows, "shallow", "dense"))
-    said = ", ".join(f"{name} {100 * statistics.fmean(kept(rows, name)):.0f} %" for name in JOINED)
+    message = ", ".join(f"{name} {100 * statistics.fmean(kept(rows, name)):.0f} %" for name in JOINED)
     worst_error = max(row["scan_error"] for row in rows if "scan_error" in row)
     return [
-        f"Depth is worth {gain:.4f} nats a hidden byte; of that the interfaces keep: {said}.",
+        f"Depth is worth {gain:.4f} nats a hidden byte; of that the interfaces keep: {message}.",
         f"With attention both ways the scan's gradients are autograd's to {worst_error:.1e} (float64).",
     ]

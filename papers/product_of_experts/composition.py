@@ -166,11 +166,11 @@ def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
     pooled = {name: pool(list(test), w.tolist()) for name, w in weights.items()}
     pooled |= {name: pool(list(test), name) for name in ("last", "mean", "sum", "shrinkage")}
     pooled |= _confident(test)
-    found: dict[str, Any] = {name: float(F.cross_entropy(z, targets)) * to_bpb for name, z in pooled.items()}
-    found["right is surer"] = surer_share(test, targets)
-    found["weight of the last"] = float(weights["Log-OP"][-1])
-    found["weights"] = {name: w.tolist() for name, w in weights.items()}
-    return found
+    result: dict[str, Any] = {name: float(F.cross_entropy(z, targets)) * to_bpb for name, z in pooled.items()}
+    result["right is surer"] = surer_share(test, targets)
+    result["weight of the last"] = float(weights["Log-OP"][-1])
+    result["weights"] = {name: w.tolist() for name, w in weights.items()}
+    return result
 
 
 def half_logits(stack: GPT, plan: Plan, text: Text, part: int) -> tuple[Tensor, Tensor]:

@@ -88,8 +88,8 @@ def run(asked: Asked) -> Result:
     rows: list[Row] = []
     given = [Given(config_of(asked, seed)) for seed in range(asked.seeds)]
     for i, (arm, seed) in enumerate(todo):
-        found = asked.kept.rows({"arm": arm.name, "seed": seed}, partial(_train, arm, given[seed]))
-        rows += [{**row, **_cost(measured, row["arm"])} for row in found]
+        result = asked.kept.rows({"arm": arm.name, "seed": seed}, partial(_train, arm, given[seed]))
+        rows += [{**row, **_cost(measured, row["arm"])} for row in result]
         asked.on_more(2 + i, 1 + len(todo))
     add_gaps(rows, {arm.name: measured[arm.name] for arm in SAVING})
     claims = tuple(settled(_claims(rows), rows))
@@ -119,12 +119,12 @@ def _train(arm: Arm, given: Given) -> list[Row]:
     steps = max(1, round(config.steps * arm.length))
     training = Training(arm, config)
     losses = training.run(given.batches(config.batch * arm.batch), steps)
-    found = evaluate(training.stack, training.plan, text)
+    result = evaluate(training.stack, training.plan, text)
     row = {
         "arm": arm.name,
         "seed": config.seed,
-        "bpb": found.bpb.prediction,
-        "bpb_prefix": found.bpb.prefix,
+        "bpb": result.bpb.prediction,
+        "bpb_prefix": result.bpb.prefix,
         "length": arm.length,
         "steps": steps,
         "tokens": steps * config.batch * arm.batch * config.model.context,
@@ -151,8 +151,8 @@ def _costs(asked: Asked, arms: Sequence[Arm]) -> Row:
     given = Given(config_of(asked, 0))
     config, _, _ = given.loaded
     measured = [arm for arm in arms if arm.length == 1]
-    found: Row = costs([*measured, *SAVING], config, next(given.batches(config.batch)))
-    return found
+    result: Row = costs([*measured, *SAVING], config, next(given.batches(config.batch)))
+    return result
 
 
 def _cost(measured: Mapping[str, Row], arm: str) -> Row:
@@ -236,13 +236,13 @@ def _claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
 def _no_gap(rows: Sequence[Row], kind: str) -> Claim:
     best = _best(rows, kind)
     gaps = values(rows, best, f"gap_{kind}")
-    found = Interval.of(gaps)
-    verdict = UNDECIDED if len(gaps) < 2 else FAILED if found.low > 0 else HELD
+    result = Interval.of(gaps)
+    verdict = UNDECIDED if len(gaps) < 2 else FAILED if result.low > 0 else HELD
     return Claim(
         f"no gap at {KINDS[kind]}",
         f"some way to train in stages is as good as backprop; nearest: {best}",
         "held if the 90 % interval of its gap includes 0 or lies below, failed if above",
-        str(found),
+        str(result),
         verdict,
         tuple(gaps),
     )
@@ -307,14 +307,14 @@ def _saving_table(measured: Mapping[str, Row]) -> ResultTable:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    found = []
+    results = []
     cut = [row["arm"] for row in rows if "gap_steps" in row and row["gradient_depth"] < LAYERS]
     for kind, words in KINDS.items():
         best, local = _best(rows, kind), _best(rows, kind, list(dict.fromkeys(cut)))
         gap, cut_gap, plain = (
             _short(Interval.of(values(rows, arm, f"gap_{kind}"))) for arm in (best, local, STAGED)
         )
-        found.append(
+        results.append(
             f"At {words}: nearest to backprop is {best}, {gap} %; of those that cut the gradient {local}, "
             f"{cut_gap} %; plain stages {plain} %."
         )
@@ -323,7 +323,7 @@ def _findings(rows: Sequence[Row]) -> list[str]:
         tokens = {
             name: next(row["tokens"] for row in rows if row["arm"] == name) for name in (STAGED, LONGER)
         }
-        found.append(
+        results.append(
             f"Plain stages beside backprop after {tokens[STAGED]:,} and {tokens[LONGER]:,} tokens: "
             f"{_short(Interval.of(values(rows, STAGED, 'gap_steps')))} and {longer} %."
         )
@@ -331,10 +331,10 @@ def _findings(rows: Sequence[Row]) -> list[str]:
     gaps = [row["gap_steps"] for row in rows if "gap_steps" in row]
     if len(set(depths)) > 1:
         slope = float(np.polyfit(depths, gaps, 1)[0])
-        found.append(
+        results.append(
             f"The gap at equal steps changes by {slope:+.2f} points for each layer of gradient depth."
         )
-    return found
+    return results
 
 
 def _drawing(rows: Sequence[Row]) -> Drawing:

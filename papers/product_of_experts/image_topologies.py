@@ -150,17 +150,17 @@ def _best_rate(group: Group, arm: Arm, data: ImageData) -> Row:
 
 def _row(group: Group, arm: Arm, data: ImageData, seed: int, rate: float) -> Row:
     began = time.perf_counter()
-    stack, plan, found = train(group, arm, data, seed, rate)
+    stack, plan, result = train(group, arm, data, seed, rate)
     seconds = time.perf_counter() - began
-    leaving = next((point for point in found.exits if point.threshold == LEAVE_AT), None)
+    leaving = next((point for point in result.exits if point.threshold == LEAVE_AT), None)
     return {
         "network": group.name,
         "arm": arm.name,
         "seed": seed,
         "rate": rate,
-        "accuracy": found.accuracy.prediction,
-        "prefix": found.accuracy.prefix,
-        "sum": found.accuracy.sum,
+        "accuracy": result.accuracy.prediction,
+        "prefix": result.accuracy.prefix,
+        "sum": result.accuracy.sum,
         "seconds": seconds,
         "peak_bytes": step_memory(stack, plan, data, group.batch),
         "exit_accuracy": None if leaving is None else leaving.accuracy,
@@ -176,10 +176,10 @@ def _tables(rows: list[Row], group: Group) -> tuple[ResultTable, ResultTable]:
     right, costs = [], []
     for arm in group.arms:
         mine = [row for row in rows if (row["network"], row["arm"]) == (group.name, arm.name)]
-        found = [row["accuracy"] for row in mine]
+        results = [row["accuracy"] for row in mine]
         first = statistics.fmean(row["prefix"][0] for row in mine)
-        gap = statistics.fmean(found) - base
-        right.append((arm.name, shown(found), f"{100 * gap:+.2f}", f"{100 * first:.1f}", arm.paper))
+        gap = statistics.fmean(results) - base
+        right.append((arm.name, shown(results), f"{100 * gap:+.2f}", f"{100 * first:.1f}", arm.paper))
         leaving = "–"
         if mine[0]["exit_depth"] is not None:
             accuracy, depth = (statistics.fmean(r[k] for r in mine) for k in ("exit_accuracy", "exit_depth"))
@@ -202,7 +202,7 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
         pairs = zip(values(rows, network, a), values(rows, network, b), strict=True)
         return [x - y for x, y in pairs]
 
-    found = [
+    results = [
         above(
             "mlp: diversity",
             "PoE + Diversity is not below backprop by half a point (+0.20 in the paper)",
@@ -226,7 +226,7 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
         ),
     ]
     for network in ("vgg", "resnet8"):
-        found.append(
+        results.append(
             above(
                 f"{network}: flat fails",
                 "flat PoE falls behind hierarchical PoE on convolutions",
@@ -234,7 +234,7 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
                 difference(network, "hierarchical", "flat"),
             )
         )
-        found.append(
+        results.append(
             above(
                 f"{network}: hierarchical keeps up",
                 "hierarchical PoE stays within 3 points of backprop (paper: -1.25, VGG; -2.45, ResNet)",
@@ -243,4 +243,4 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
                 -0.03,
             )
         )
-    return tuple(found)
+    return tuple(results)

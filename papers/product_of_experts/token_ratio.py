@@ -95,7 +95,7 @@ def run(asked: Asked) -> Result:
     for i, (arm, rate) in enumerate(tuned):
         tries[arm][rate] = _row(asked, Case(arm, ratios[0]), given[TUNING], rate)["bpb"]
         asked.on_more(i + 1, total)
-    rates = {arm: min(found, key=found.__getitem__) for arm, found in tries.items()}
+    rates = {arm: min(result, key=result.__getitem__) for arm, result in tries.items()}
     rows: list[Row] = []
     for i, (case, seed) in enumerate(todo):
         rows.append(_row(asked, case, given[seed], rates[case.arm]))
@@ -150,15 +150,15 @@ def _train(case: Case, given: Given, rate: float) -> Row:
     steps = steps_of(config, case.ratio)
     training = Training(Arm(case.arm, topologies()[case.arm], settings=partial(scaled, factor=rate)), config)
     losses = training.run(given.batches(config.batch), steps)
-    found = evaluate(training.stack, training.plan, text)
+    result = evaluate(training.stack, training.plan, text)
     return {
         "arm": case.arm,
         "ratio": case.ratio,
         "seed": config.seed,
         "rate": rate,
         "steps": steps,
-        "bpb": found.bpb.prediction,
-        "bpb_prefix": found.bpb.prefix,
+        "bpb": result.bpb.prediction,
+        "bpb_prefix": result.bpb.prefix,
         "order0": order0(text),
         "trajectory": trajectory(losses),
     }
@@ -223,21 +223,21 @@ def _setting(asked: Asked, rows: Sequence[Row]) -> str:
 def _table(rows: Sequence[Row], ratios: Sequence[float]) -> ResultTable:
     cells = []
     for arm in topologies():
-        found = []
+        results = []
         for ratio in ratios:
             bpb = [row["bpb"] for row in rows if row["arm"] == arm and row["ratio"] == ratio]
             if not bpb:
-                found += ["–", "–"]
+                results += ["–", "–"]
                 continue
-            found.append(f"{statistics.fmean(bpb):.4f}")
-            found.append("" if arm == BACKPROP else f"{Interval.of(gaps(rows, arm, ratio))}")
-        cells.append((arm, *found))
+            results.append(f"{statistics.fmean(bpb):.4f}")
+            results.append("" if arm == BACKPROP else f"{Interval.of(gaps(rows, arm, ratio))}")
+        cells.append((arm, *results))
     header = ("arm", *(name for r in ratios for name in (f"BPB, r = {r:g}", "gap, percent")))
     return ResultTable("By tokens per parameter; gaps with 90 % intervals over seeds", header, tuple(cells))
 
 
 def _rate_table(tries: Mapping[str, Mapping[float, float]]) -> ResultTable:
-    cells = tuple((arm, *(f"{bpb:.4f}" for bpb in found.values())) for arm, found in tries.items())
+    cells = tuple((arm, *(f"{bpb:.4f}" for bpb in result.values())) for arm, result in tries.items())
     header = ("arm", *(f"rates × {rate:g}" for rate in RATES))
     return ResultTable("BPB on the seed that chose the rates, at the first ratio", header, cells)
 

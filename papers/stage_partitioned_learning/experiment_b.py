@@ -103,7 +103,7 @@ def tune(sizes: Sizes, asked: Asked) -> list[Row]:
 
 def claims(rows: Sequence[Row], bus: str) -> tuple[Claim, ...]:
     """The three questions of the experiment, of one bus."""
-    plain, heard = (slopes(rows, ARMS[which]) for which in (None, bus))
+    plain, inputs = (slopes(rows, ARMS[which]) for which in (None, bus))
     uses = zip(tail_use(rows, ARMS[bus]), tail_use(rows, ARMS[None]), strict=True)
     return (
         above(
@@ -116,7 +116,7 @@ def claims(rows: Sequence[Row], bus: str) -> tuple[Claim, ...]:
             f"{bus}: flatter slope",
             "the slope of BPB by the depth of the first stage flattens",
             "the slope's size without the bus minus with it, BPB for each layer,",
-            [abs(a) - abs(b) for a, b in zip(plain, heard, strict=True)],
+            [abs(a) - abs(b) for a, b in zip(plain, inputs, strict=True)],
         ),
         above(
             f"{bus}: tail use",

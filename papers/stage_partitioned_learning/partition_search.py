@@ -63,8 +63,8 @@ def run(sizes: Sizes, asked: Asked) -> Found:
     choices: dict[str, list[str]] = {way: [] for way in WAYS}
     for seed in range(sizes.seeds):
         for way, search in WAYS.items():
-            found = asked.kept.row({"search": way, "seed": seed}, partial(_searched, search, sizes, seed))
-            choices[way].append(found["partition"])
+            result = asked.kept.row({"search": way, "seed": seed}, partial(_searched, search, sizes, seed))
+            choices[way].append(result["partition"])
     choices["always " + RULE] = [RULE] * sizes.seeds
     return Found(
         rows,
