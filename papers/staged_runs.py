@@ -123,15 +123,15 @@ PRESETS: Mapping[str, Sizes] = {
 
 
 def bytes_config(
-    asked: Asked, seed: int, *, batch: int, tiny_batch: int, eval_bytes: int, steps: int | None = None
+    args: Asked, seed: int, *, batch: int, tiny_batch: int, eval_bytes: int, steps: int | None = None
 ) -> TrainConfig:
     """A study's settings of a plain GPT on bytes but for its topology; with the preset tiny, much less."""
-    tiny = asked.preset == "tiny"
+    tiny = args.preset == "tiny"
     return Sizes(
-        width=asked.width,
+        width=args.width,
         context=16 if tiny else 64,
         batch=tiny_batch if tiny else batch,
-        steps=asked.steps if steps is None else steps,
+        steps=args.steps if steps is None else steps,
         soft_steps=0,
         eval_bytes=600 if tiny else eval_bytes,
         seeds=1,
@@ -168,21 +168,21 @@ def chain(
     return Arm(name or partition, partition, Topology.chain(configuration, objective=objective))
 
 
-def sizes_of(asked: Asked) -> Sizes:
+def sizes_of(args: Asked) -> Sizes:
     """The preset's sizes, with those that were asked for instead; soft boundaries learn as long."""
-    sizes, usual = PRESETS[asked.preset], SIZES[asked.study][asked.preset]
-    if asked.size.steps != usual.steps:
-        sizes = replace(sizes, steps=asked.steps, soft_steps=asked.steps)
-    if asked.size.width != usual.width:
-        sizes = replace(sizes, width=asked.width)
-    return sizes if asked.size.seeds == usual.seeds else replace(sizes, seeds=asked.seeds)
+    sizes, usual = PRESETS[args.preset], SIZES[args.study][args.preset]
+    if args.size.steps != usual.steps:
+        sizes = replace(sizes, steps=args.steps, soft_steps=args.steps)
+    if args.size.width != usual.width:
+        sizes = replace(sizes, width=args.width)
+    return sizes if args.size.seeds == usual.seeds else replace(sizes, seeds=args.seeds)
 
 
-def judged(experiment: Callable[[Sizes, Asked], Found], asked: Asked) -> Result:
+def judged(experiment: Callable[[Sizes, Asked], Found], args: Asked) -> Result:
     """Run an experiment in staged learning, and its claims with their verdicts."""
-    sizes = sizes_of(asked)
+    sizes = sizes_of(args)
     check_seeds(sizes.seeds)
-    result = experiment(sizes, asked)
+    result = experiment(sizes, args)
     claims = tuple(settled(result.claims, result.rows))
     return Result(
         setting=(
@@ -202,7 +202,7 @@ def judged(experiment: Callable[[Sizes, Asked], Found], asked: Asked) -> Result:
 def train_arms(
     arms: Sequence[Arm],
     sizes: Sizes,
-    asked: Asked,
+    args: Asked,
     probe: Probe | None = None,
     seeds: Sequence[int] | None = None,
     shares: Sequence[float] = (),
@@ -218,8 +218,8 @@ def train_arms(
         given = _Given(sizes, seed)
         for arm in arms:
             key = {"arm": arm.name, "seed": seed}
-            rows.append(asked.kept.row(key, partial(_measured, arm, given, probe, shares)))
-            asked.on_more(len(rows), len(seeds) * len(arms))
+            rows.append(args.kept.row(key, partial(_measured, arm, given, probe, shares)))
+            args.on_more(len(rows), len(seeds) * len(arms))
     return rows
 
 
@@ -292,21 +292,21 @@ def train_arm(
     return stack, plan, losses
 
 
-def _row(arm: Arm, seed: int, plan: Plan, found: Evaluation) -> Row:
+def _row(arm: Arm, seed: int, plan: Plan, result: Evaluation) -> Row:
     return {
         "arm": arm.name,
         "partition": list(Composition.parse(arm.partition).parts),
         "seed": seed,
-        "bpb": found.bpb.prediction,
+        "bpb": result.bpb.prediction,
         "prediction": plan.prediction.kind,
-        "bpb_stages": found.bpb.stages,
-        "bpb_prefix": found.bpb.prefix,
-        "bpb_last": found.bpb.last,
-        "bpb_sum": found.bpb.sum,
-        "bpb_mean": found.bpb.mean,
-        "usefulness": found.usefulness,
-        "effective_rank": found.effective_rank,
-        "ece": found.ece,
+        "bpb_stages": result.bpb.stages,
+        "bpb_prefix": result.bpb.prefix,
+        "bpb_last": result.bpb.last,
+        "bpb_sum": result.bpb.sum,
+        "bpb_mean": result.bpb.mean,
+        "usefulness": result.usefulness,
+        "effective_rank": result.effective_rank,
+        "ece": result.ece,
     }
 
 

@@ -191,11 +191,11 @@ def _known(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(value for value in values if not math.isnan(value))
 
 
-def _above(found: Interval, least: float) -> Verdict:
-    return HELD if found.low > least else FAILED if found.high < least else UNDECIDED
+def _above(result: Interval, least: float) -> Verdict:
+    return HELD if result.low > least else FAILED if result.high < least else UNDECIDED
 
 
-def _within(found: Interval, margin: float) -> Verdict:
-    if -margin < found.low and found.high < margin:
+def _within(result: Interval, margin: float) -> Verdict:
+    if -margin < result.low and result.high < margin:
         return HELD
-    return FAILED if found.low > margin or found.high < -margin else UNDECIDED
+    return FAILED if result.low > margin or result.high < -margin else UNDECIDED

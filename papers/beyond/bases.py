@@ -53,11 +53,11 @@ class Base:
     heldout: Windows
 
 
-def folders(asked: Asked) -> dict[str, Path]:
+def folders(args: Asked) -> dict[str, Path]:
     """The models that a study takes: at the preset small SmolLM2 too, where its wheel or its run is."""
     result = {"reference": REFERENCE}
-    if asked.preset == "small" and asked.kept.file is not None:
-        place = asked.kept.file.parent / "specialists-work"
+    if args.preset == "small" and args.kept.file is not None:
+        place = args.kept.file.parent / "specialists-work"
         place.mkdir(parents=True, exist_ok=True)
         if (folder := smollm2(place)) is not None:
             result["smollm2"] = folder

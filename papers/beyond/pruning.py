@@ -99,22 +99,22 @@ def cuts(name: str, tiny: bool) -> list[Cut]:
     return plain + repaired + anywhere + trained
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every cut of every model that is there."""
-    tiny = asked.preset == "tiny"
-    models = folders(asked)
+    tiny = args.preset == "tiny"
+    models = folders(args)
     total = sum(1 + len(cuts(name, tiny)) for name in models)
     rows: list[Row] = []
     for name, folder in models.items():
         size = TINY if tiny else SIZES[name]
-        study = _Pruning(open_base(name, folder, size.length, size.train, size.heldout), asked.steps)
-        whole = asked.kept.row({"base": name, "choice": "none"}, study.whole)
+        study = _Pruning(open_base(name, folder, size.length, size.train, size.heldout), args.steps)
+        whole = args.kept.row({"base": name, "choice": "none"}, study.whole)
         rows.append({"base": name, "choice": "none", "budget": 0.0, "way": "plain", "draw": 0, **whole})
-        asked.on_more(len(rows), total)
+        args.on_more(len(rows), total)
         for cut in cuts(name, tiny):
-            result = asked.kept.row({"base": name, **cut.key}, partial(study.read, cut))
+            result = args.kept.row({"base": name, **cut.key}, partial(study.read, cut))
             rows.append({"base": name, **cut.key, **result})
-            asked.on_more(len(rows), total)
+            args.on_more(len(rows), total)
     judged = [claim for name in models for claim in claims(name, rows)]
     return Result(
         setting=f"Models: {', '.join(models)}. Hidden units of every MLP taken out, chosen on text of the "

@@ -234,20 +234,20 @@ def slopes_on_the_way(moments: Sequence[Moment]) -> list[float]:
     return results
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every variation; with the preset tiny, three of them for some steps."""
-    every, steps, seeds = variations(), asked.steps, asked.seeds
-    if asked.preset == "tiny":
+    every, steps, seeds = variations(), args.steps, args.seeds
+    if args.preset == "tiny":
         every = every[:3]
     rows: list[Row] = []
     for variation in every:
-        sized = replace(variation, chain=replace(variation.chain, width=asked.width))
+        sized = replace(variation, chain=replace(variation.chain, width=args.width))
         key = {"name": variation.name, "seeds": seeds}
-        rows.append(asked.kept.row(key, partial(descended, sized, seeds, steps)))
-        asked.on_more(len(rows), len(every))
+        rows.append(args.kept.row(key, partial(descended, sized, seeds, steps)))
+        args.on_more(len(rows), len(every))
     return Result(
         setting=(
-            f"Chains of width {asked.width} that start on the canonical approach to a singularity and learn "
+            f"Chains of width {args.width} that start on the canonical approach to a singularity and learn "
             f"from {SAMPLES} samples for {steps} steps."
         ),
         rows=rows,

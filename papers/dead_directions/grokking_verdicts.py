@@ -167,7 +167,7 @@ def spoken(rows: Sequence[Mapping[str, Any]]) -> Spoken:
     }
 
 
-def marks(rows: Sequence[Mapping[str, Any]], said: Spoken) -> list[Row]:
+def marks(rows: Sequence[Mapping[str, Any]], message: Spoken) -> list[Row]:
     """What figures need of each training, as plain numbers: its fall, and each signal's values and events."""
     return [
         {
@@ -176,7 +176,7 @@ def marks(rows: Sequence[Mapping[str, Any]], said: Spoken) -> list[Row]:
             "fitted": fitted(row["points"]) is not None,
             "fall": None if (place := fall(row["points"])) is None else row["points"][place]["step"],
             "signals": {
-                signal: asdict(said[row["arm"], row["seed"], signal])
+                signal: asdict(message[row["arm"], row["seed"], signal])
                 | {"values": [value_of(point, signal) for point in row["points"]]}
                 for signal in SIGNALS
             },
@@ -185,9 +185,9 @@ def marks(rows: Sequence[Mapping[str, Any]], said: Spoken) -> list[Row]:
     ]
 
 
-def claims(rows: Sequence[Row], said: Spoken) -> tuple[Claim, ...]:
+def claims(rows: Sequence[Row], message: Spoken) -> tuple[Claim, ...]:
     """Everything that is judged."""
-    return (*_course(rows), *_coefficients(rows, said), *_fisher(rows), *_warnings(rows, said))
+    return (*_course(rows), *_coefficients(rows, message), *_fisher(rows), *_warnings(rows, message))
 
 
 def _course(rows: Sequence[Row]) -> list[Claim]:
@@ -251,11 +251,11 @@ def fallen(points: Sequence[Point]) -> float:
     return math.log(retained[0] / retained[-1]) if len(retained) > 1 else math.nan
 
 
-def _coefficients(rows: Sequence[Row], said: Spoken) -> list[Claim]:
+def _coefficients(rows: Sequence[Row], message: Spoken) -> list[Claim]:
     runs, plain = points_of(rows, DECAY), points_of(rows, NO_DECAY)
     apart = []
     for seed in runs:
-        one, other = (said[DECAY, seed, signal].at for signal in ("coefficient", "sigma"))
+        one, other = (message[DECAY, seed, signal].at for signal in ("coefficient", "sigma"))
         apart.append(math.nan if one is None or other is None else float(one - other))
     return [
         above(
@@ -319,7 +319,7 @@ def _slope(points: Sequence[Point]) -> float:
     return float(statistics.linear_regression([x for x, _ in pairs], [y for _, y in pairs]).slope)
 
 
-def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
+def _warnings(rows: Sequence[Row], message: Spoken) -> list[Claim]:
     """For every signal: does it speak before the fall, and only then?"""
     falling = {seed: run for seed, run in points_of(rows, DECAY).items() if fall(run) is not None}
     results = []
@@ -327,8 +327,8 @@ def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
         for name, field in (("change point", "seen"), ("turn", "turn")):
             hits = []
             for seed, run in falling.items():
-                ahead = lead(run, getattr(said[DECAY, seed, signal], field)) > 0
-                false = any(getattr(said[arm, seed, signal], field) is not None for arm in CONTROLS)
+                ahead = lead(run, getattr(message[DECAY, seed, signal], field)) > 0
+                false = any(getattr(message[arm, seed, signal], field) is not None for arm in CONTROLS)
                 hits.append(ahead and not false)
             results.append(
                 every(
@@ -341,17 +341,17 @@ def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
     return results
 
 
-def event_table(rows: Sequence[Row], said: Spoken) -> ResultTable:
+def event_table(rows: Sequence[Row], message: Spoken) -> ResultTable:
     """Lead times of every signal, and false alarms of the controls."""
     runs = points_of(rows, DECAY)
     cells = []
     for signal, words in SIGNALS.items():
         parts = [
-            _steps([lead(run, getattr(said[DECAY, seed, signal], field)) for seed, run in runs.items()])
+            _steps([lead(run, getattr(message[DECAY, seed, signal], field)) for seed, run in runs.items()])
             for field in ("at", "seen", "turn")
         ]
         for arm in CONTROLS:
-            other = [said[arm, seed, signal] for seed in points_of(rows, arm)]
+            other = [message[arm, seed, signal] for seed in points_of(rows, arm)]
             seen, turned = (sum(getattr(o, f) is not None for o in other) for f in ("seen", "turn"))
             parts.append(f"{seen} and {turned} of {len(other)}")
         cells.append((words, *parts))

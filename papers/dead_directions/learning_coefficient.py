@@ -276,9 +276,9 @@ def verdict(reading: Reading, samplings: Sequence[Sampling]) -> str:
     return "\n".join(lines)
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every case; with the preset tiny, the first with two small budgets."""
-    tiny = asked.preset == "tiny"
+    tiny = args.preset == "tiny"
     cases, budgets, runs = (CASES[:1], TINY, 2) if tiny else (CASES, BUDGETS, RUNS)
     rows: list[Row] = []
     tables, findings = [], []
@@ -288,7 +288,7 @@ def run(asked: Asked) -> Result:
         tables.append(table(model, reading, samplings))
         findings += [f"{model.name}, {line}." for line in verdict(reading, samplings).splitlines()]
         rows += [_row(model, exact, reading), *(_row(model, exact, one) for one in samplings)]
-        asked.on_more(i + 1, len(cases))
+        args.on_more(i + 1, len(cases))
     return Result(
         setting="Reduced-rank regression at its singular point, where the answer is known.",
         rows=rows,

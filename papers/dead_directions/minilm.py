@@ -129,12 +129,12 @@ def weights_folder() -> Path:
     return Path(result.origin).parent / "model"
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Norms and streams, trained and fresh; the preset tiny reads less text for the negative alone."""
     models = trained_and_fresh(weights_folder(), RANK)
-    asked.on_more(1, 2)
-    negative = without_kernel(REFERENCE, TEXT_BYTES if asked.preset == "small" else TEXT_BYTES // 10)
-    asked.on_more(2, 2)
+    args.on_more(1, 2)
+    negative = without_kernel(REFERENCE, TEXT_BYTES if args.preset == "small" else TEXT_BYTES // 10)
+    args.on_more(2, 2)
     norms = {**{name: reading.norms for name, reading in models.items()}, "RMSNorm GPT": negative}
     rows: list[Row] = [
         {"model": model, "norm": name, **asdict(result)}

@@ -375,21 +375,21 @@ def tune(
     return min(tried, key=lambda lr: tried[lr]), tried
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm on every task; with the preset tiny, on one small task."""
-    tiny, seeds = asked.preset == "tiny", asked.seeds
+    tiny, seeds = args.preset == "tiny", args.seeds
     tasks = [modular(p=7, hidden=16)] if tiny else [make() for make in TASKS.values()]
-    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, asked.parts("steps"), strict=True)]
+    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, args.parts("steps"), strict=True)]
     done, by_task = 0, []
     for task in tasks:
         result: dict[str, Any] = {"task": task.name, "tried": {}, "runs": []}
         for arm in ARMS:
             key = {"task": task.name, "arm": arm.name, "seeds": seeds}
-            compared = asked.kept.row(key, partial(_compared, task, arm, seeds))
+            compared = args.kept.row(key, partial(_compared, task, arm, seeds))
             result["tried"][arm.name] = {float(lr): loss for lr, loss in compared["tried"].items()}
             result["runs"] += compared["runs"]
             done += 1
-            asked.on_more(done, len(tasks) * len(ARMS))
+            args.on_more(done, len(tasks) * len(ARMS))
         by_task.append(result)
     return Result(
         setting=(
@@ -423,18 +423,18 @@ def compare(task: Task, arm: Arm, seeds: int) -> tuple[dict[float, float], list[
 COLUMNS = ("learnt", "unseen", "gap", "accuracy", "shift", "rescale", "alignment")
 
 
-def table(found: Mapping[str, Any]) -> ResultTable:
+def table(result: Mapping[str, Any]) -> ResultTable:
     """Mean ± standard deviation over seeds for each arm; a rate counts where it was not refused."""
     rows = []
-    for arm, tried in found["tried"].items():
-        runs = [run for run in found["runs"] if run["arm"] == arm]
+    for arm, tried in result["tried"].items():
+        runs = [run for run in result["runs"] if run["arm"] == arm]
         lr = runs[0]["lr"]
         edge = "*" if lr in (min(tried), max(tried)) else ""
         cells = [_spread([run[column] for run in runs]) for column in COLUMNS]
         read = sum(run["refused"] is None for run in runs)
         rows.append((arm, f"{lr:g}{edge}", *cells, f"{read}/{len(runs)}"))
     caption = (
-        f"{found['task']}: cross-entropy in nats, mean ± standard deviation over seeds; "
+        f"{result['task']}: cross-entropy in nats, mean ± standard deviation over seeds; "
         "* is an end of the rates that were tried"
     )
     return ResultTable(caption, ("arm", "lr", *COLUMNS, "rates"), tuple(rows))

@@ -65,38 +65,38 @@ def arms_of(task: Task) -> tuple[Arm, ...]:
     return (*BOTH, *PARTS, *PEERS) if task.name == "modular" else (*BOTH, *PEERS)
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm on both tasks, the seeds of all arms one after another."""
-    tiny = asked.preset == "tiny"
+    tiny = args.preset == "tiny"
     tasks = [modular(p=7, hidden=16), digits(hidden=8)] if tiny else [modular(), digits()]
-    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, asked.parts("steps"), strict=True)]
-    total = sum(len(PEERS) + len(arms_of(task)) * asked.seeds for task in tasks)
+    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, args.parts("steps"), strict=True)]
+    total = sum(len(PEERS) + len(arms_of(task)) * args.seeds for task in tasks)
     done, rows = 0, []
     rates: dict[tuple[str, str], float] = {}
     for task in tasks:
         for arm in PEERS:
             key = {"task": task.name, "arm": arm.name}
-            rates[task.name, arm.name] = asked.kept.row(key, partial(_tuned, task, arm))["lr"]
+            rates[task.name, arm.name] = args.kept.row(key, partial(_tuned, task, arm))["lr"]
             done += 1
-            asked.on_more(done, total)
-    for seed in range(asked.seeds):
+            args.on_more(done, total)
+    for seed in range(args.seeds):
         for task in tasks:
             for arm in arms_of(task):
                 lr = rates.get((task.name, arm.name)) or chosen(task, arm)
                 run: Row = {"task": task.name, "arm": arm.name, "seed": seed, "lr": lr}
-                rows.append({**run, **asked.kept.row(run, partial(_trained, task, arm, lr, seed))})
+                rows.append({**run, **args.kept.row(run, partial(_trained, task, arm, lr, seed))})
                 done += 1
-                asked.on_more(done, total)
+                args.on_more(done, total)
     judged = claims(rows)
     return Result(
-        setting=f"Modular addition and digits, {asked.seeds} seeds; every arm with the same first weights, "
+        setting=f"Modular addition and digits, {args.seeds} seeds; every arm with the same first weights, "
         "batches, steps and decay, parts with the rate of their optimizer, peers with the best of three.",
         rows=rows,
         tables=tuple(table(task.name, rows) for task in tasks),
         findings=tuple(findings(rows)),
         drawing=drawing(rows),
         claims=tuple(judged),
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 

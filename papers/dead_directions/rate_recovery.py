@@ -81,25 +81,25 @@ PRIMITIVES: dict[str, tuple[Architecture, ...]] = {
 }
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Both parts with every seed."""
-    check_seeds(asked.seeds)
+    check_seeds(args.seeds)
     rows: list[Row] = []
     parts = {"table": table_rows, "memorised": memorised_rows}
-    keys = [(seed, name) for seed in range(asked.seeds) for name in parts]
+    keys = [(seed, name) for seed in range(args.seeds) for name in parts]
     for done, (seed, name) in enumerate(keys, 1):
-        rows += asked.kept.rows({"part": name, "seed": seed}, partial(parts[name], seed))
-        asked.on_more(done, len(keys))
+        rows += args.kept.rows({"part": name, "seed": seed}, partial(parts[name], seed))
+        args.on_more(done, len(keys))
     judged = (*table_claims(rows), *memorised_claims(rows))
     return Result(
         setting=(
-            f"Weights set by hand, random live blocks, {asked.seeds} seeds. Memorising: a linear chain of "
+            f"Weights set by hand, random live blocks, {args.seeds} seeds. Memorising: a linear chain of "
             f"{DEPTH} layers under a softmax that is sure of its own labels."
         ),
         rows=rows,
         tables=(primitive_table(rows), slope_table(rows)),
         claims=judged,
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
@@ -132,15 +132,15 @@ def memorised_rows(seed: int) -> list[Row]:
     return rows
 
 
-def _slopes(seed: int, t: Tensor, scale: Tensor, said: Row) -> list[Row]:
+def _slopes(seed: int, t: Tensor, scale: Tensor, message: Row) -> list[Row]:
     rows: list[Row] = []
     for estimator, entries in dead_entries(t, scale, seed).items():
-        gains = {"empirical": 2, "expected": 1}[estimator] * said["power"]
+        gains = {"empirical": 2, "expected": 1}[estimator] * message["power"]
         for layer, values in enumerate(entries, 1):
             rate = fit_rate(t, values, estimator=f"{estimator} Fisher")
             rows.append(
                 {
-                    **said,
+                    **message,
                     "seed": seed,
                     "estimator": estimator,
                     "layer": layer,

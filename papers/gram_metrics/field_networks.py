@@ -63,9 +63,9 @@ PRESETS: Mapping[str, Sizes] = {
 }  # fmt: skip
 
 
-def sizes_of(asked: Asked) -> Sizes:
+def sizes_of(args: Asked) -> Sizes:
     """The preset's, with the steps, the width and the runs of the conjecture that are asked for."""
-    return replace(PRESETS[asked.preset], steps=asked.steps, width=asked.width, seeds=asked.seeds)
+    return replace(PRESETS[args.preset], steps=args.steps, width=args.width, seeds=args.seeds)
 
 
 @dataclass(frozen=True)

@@ -49,26 +49,26 @@ WORDS = {"teacher": "a generated teacher", "digits": "scikit-learn's digits, eve
 Part = Mapping[str, Any]
 
 
-def teacher(asked: Asked) -> Result:
+def teacher(args: Asked) -> Result:
     """The study on a generated teacher."""
-    return study("teacher", asked)
+    return study("teacher", args)
 
 
-def digits(asked: Asked) -> Result:
+def digits(args: Asked) -> Result:
     """The study on scikit-learn's digits."""
-    return study("digits", asked)
+    return study("digits", args)
 
 
-def study(data: Data, asked: Asked) -> Result:
+def study(data: Data, args: Asked) -> Result:
     """Every part."""
-    sizes, done = sizes_of(asked), 0
+    sizes, done = sizes_of(args), 0
     total = 2 + len(sizes.depths) * sizes.depth_seeds + len(sizes.widths) * sizes.drift_seeds
     total += len(sizes.highs) * sizes.seeds
 
     def on_run() -> None:
         nonlocal done
         done += 1
-        asked.on_more(done, total)
+        args.on_more(done, total)
 
     parts: dict[str, Any] = {"layers": layers_during_training(data, sizes)}
     on_run()

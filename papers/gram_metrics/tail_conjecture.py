@@ -308,10 +308,10 @@ def _grade(link: Mapping[str, Mapping[str, float]]) -> int:
     return 0 if all(falls.values()) else 1 if falls["all_runs"] else 2
 
 
-def _link(found: Mapping[str, Mapping[str, float]]) -> str:
+def _link(result: Mapping[str, Mapping[str, float]]) -> str:
     words = {"all_runs": "over all runs", "same_targets": "among runs with the same targets"}
     return ", ".join(
-        f"{found[key]['rho']:+.2f} [{found[key]['low']:+.2f}, {found[key]['high']:+.2f}] {words[key]}"
+        f"{result[key]['rho']:+.2f} [{result[key]['low']:+.2f}, {result[key]['high']:+.2f}] {words[key]}"
         for key in words
     )
 

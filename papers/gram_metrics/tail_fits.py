@@ -34,14 +34,14 @@ SAME = 1e-9
 """Exponents whose relative difference is at most this are the same."""
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Both programs on every matrix."""
     theirs = their_fit()
-    sizes, seeds = sizes_of(asked), asked.seeds
+    sizes, seeds = sizes_of(args), args.seeds
     rows: list[Row] = []
     for seed in range(seeds):
-        rows += asked.kept.rows({"seed": seed}, partial(_seed_rows, sizes, seed, theirs))
-        asked.on_more(seed + 1, seeds)
+        rows += args.kept.rows({"seed": seed}, partial(_seed_rows, sizes, seed, theirs))
+        args.on_more(seed + 1, seeds)
     return Result(
         setting=(
             f"Matrices of networks of {sizes.depth} layers of {sizes.width} neurons, before and after "

@@ -101,18 +101,18 @@ def models(context: int, preset: str = "small") -> tuple[Model, ...]:
     return every + more.get(preset, ())
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every model with every seed, read what the hypotheses need, and judge each."""
-    check_seeds(asked.seeds)
-    every = models(_config(asked, 0).model.context, asked.preset)
+    check_seeds(args.seeds)
+    every = models(_config(args, 0).model.context, args.preset)
     rows: list[Row] = []
-    for seed in range(asked.seeds):
+    for seed in range(args.seeds):
         for model in every:
-            make = partial(measure, model, _config(asked, seed))
-            rows.append(asked.kept.row({"model": model.name, "seed": seed}, make))
-            asked.on_more(len(rows), asked.seeds * len(every))
+            make = partial(measure, model, _config(args, seed))
+            rows.append(args.kept.row({"model": model.name, "seed": seed}, make))
+            args.on_more(len(rows), args.seeds * len(every))
     claims = tuple(_claims(rows))
-    config = _config(asked, 0)
+    config = _config(args, 0)
     return Result(
         setting=(
             f"Six layers of width {config.model.width} in regions {REGIONS}, context {config.model.context}, "
@@ -122,12 +122,12 @@ def run(asked: Asked) -> Result:
         tables=(_table(rows), _silence_table(rows), _oracle_table(rows)),
         findings=tuple(_findings(rows, config)),
         claims=claims,
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
-def _config(asked: Asked, seed: int) -> TrainConfig:
-    return bytes_config(asked, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
+def _config(args: Asked, seed: int) -> TrainConfig:
+    return bytes_config(args, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
 
 
 def measure(model: Model, config: TrainConfig) -> Row:

@@ -83,17 +83,17 @@ def hide(inputs: Tensor, token: int, generator: torch.Generator) -> tuple[Tensor
     return inputs.masked_fill(hidden, token), inputs.masked_fill(~hidden, IGNORED)
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every model with every seed, and judge."""
-    check_seeds(asked.seeds)
+    check_seeds(args.seeds)
     rows: list[Row] = []
-    for seed in range(asked.seeds):
+    for seed in range(args.seeds):
         for model in MODELS:
-            make = partial(measure, model, _config(asked, seed))
-            rows.append(asked.kept.row({"model": model.name, "seed": seed}, make))
-            asked.on_more(len(rows), asked.seeds * len(MODELS))
+            make = partial(measure, model, _config(args, seed))
+            rows.append(args.kept.row({"model": model.name, "seed": seed}, make))
+            args.on_more(len(rows), args.seeds * len(MODELS))
     claims = tuple(_claims(rows))
-    config = _config(asked, 0)
+    config = _config(args, 0)
     return Result(
         setting=(
             f"Six layers of width {config.model.width} in regions {REGIONS}, attention both ways, context "
@@ -104,12 +104,12 @@ def run(asked: Asked) -> Result:
         tables=(_table(rows),),
         findings=tuple(_findings(rows)),
         claims=claims,
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
-def _config(asked: Asked, seed: int) -> TrainConfig:
-    return bytes_config(asked, seed, batch=16, tiny_batch=2, eval_bytes=120_000)
+def _config(args: Asked, seed: int) -> TrainConfig:
+    return bytes_config(args, seed, batch=16, tiny_batch=2, eval_bytes=120_000)
 
 
 def build(model: Model, config: GPTConfig, seed: int) -> tuple[Encoder, Plan]:

@@ -81,9 +81,9 @@ ARMS = (
 )
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train three arms, pool their stages in every way, and judge."""
-    rows = train_arms(ARMS, sizes, asked, probe)
+    rows = train_arms(ARMS, sizes, args, probe)
     cells = [
         (name, *(f"{mean(rows, arm.name, name):.4f} ± {spread(rows, arm.name, name)}" for arm in ARMS))
         for name in POOLS

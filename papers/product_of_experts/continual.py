@@ -66,10 +66,10 @@ PRESETS: Mapping[str, Scale] = {
 }
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every method with every seed in both scenarios."""
-    scale = replace(PRESETS[asked.preset], widths=asked.parts("width"), steps=asked.steps, seeds=asked.seeds)
-    seeds, data, on_more = scale.seeds, asked.data, asked.on_more
+    scale = replace(PRESETS[args.preset], widths=args.parts("width"), steps=args.steps, seeds=args.seeds)
+    seeds, data, on_more = scale.seeds, args.data, args.on_more
     check_seeds(seeds)
     pictures = read_images(data or DIGITS)
     total = len(SCENARIOS) * len(METHODS) * (seeds + scale.tuned)
@@ -80,13 +80,13 @@ def run(asked: Asked) -> Result:
         for method in METHODS:
             place = {"scenario": scenario, "method": method}
             tune = partial(_tuned, method, scenario, tasks, pictures, scale)
-            chosen = asked.kept.row(place, tune)
+            chosen = args.kept.row(place, tune)
             if scale.tuned:
                 on_more(next(done), total)
             sizes = _sizes(pictures, scenario, scale, chosen["rate"], chosen["strength"])
             for seed in range(seeds):
                 make = partial(learn, method, scenario, tasks, sizes, seed)
-                rows += asked.kept.rows({**place, "seed": seed}, make)
+                rows += args.kept.rows({**place, "seed": seed}, make)
                 on_more(next(done), total)
     claims = _claims(rows)
     return Result(

@@ -48,33 +48,33 @@ ARMS = (
 PATHS = ("1", "1,2", "1,3", "1,2,3")
 
 
-def group_of(asked: Asked) -> Group:
+def group_of(args: Asked) -> Group:
     """The vit that is asked for."""
-    small = asked.preset == "small"
-    network = ImageConfig(network="vit", widths=(asked.width,), heads=4 if small else 2, depth=6)
+    small = args.preset == "small"
+    network = ImageConfig(network="vit", widths=(args.width,), heads=4 if small else 2, depth=6)
     return Group(
         name="vit",
         network=network,
-        steps=asked.steps,
+        steps=args.steps,
         batch=64 if small else 16,
         rates=(RATE,),
         arms=ARMS,
     )
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """All three questions for every seed."""
-    seeds = asked.seeds
+    seeds = args.seeds
     check_seeds(seeds)
-    pictures = fewer(read_images(asked.data or DIGITS), asked.preset)
-    group = group_of(asked)
+    pictures = fewer(read_images(args.data or DIGITS), args.preset)
+    group = group_of(args)
     rows: list[Row] = []
     for seed in range(seeds):
-        rows += asked.kept.rows({"part": "grown", "seed": seed}, partial(grown, group, pictures, seed))
+        rows += args.kept.rows({"part": "grown", "seed": seed}, partial(grown, group, pictures, seed))
         for arm in ARMS:
             key = {"part": arm.name, "seed": seed}
-            rows += asked.kept.rows(key, partial(_lost_and_dropped, group, arm, pictures, seed))
-        asked.on_more(seed + 1, seeds)
+            rows += args.kept.rows(key, partial(_lost_and_dropped, group, arm, pictures, seed))
+        args.on_more(seed + 1, seeds)
     claims = _claims(rows)
     return Result(
         setting=_setting(group),

@@ -77,40 +77,40 @@ Curve = Mapping[float, float]
 """BPB of backprop by its length."""
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every arm with every seed, measure what steps cost, and judge."""
-    check_seeds(asked.seeds)
-    arms = {"tiny": TINY, "small": ARMS, "long": DECIDING, "demo": DEMO}[asked.preset]
-    todo = [(arm, seed) for seed in range(asked.seeds) for arm in arms if arm.core or not seed]
+    check_seeds(args.seeds)
+    arms = {"tiny": TINY, "small": ARMS, "long": DECIDING, "demo": DEMO}[args.preset]
+    todo = [(arm, seed) for seed in range(args.seeds) for arm in arms if arm.core or not seed]
     todo.sort(key=lambda one: not one[0].core)  # what decides comes first
-    measured = asked.kept.row({"costs": [arm.name for arm in arms]}, partial(_costs, asked, arms))
-    asked.on_more(1, 1 + len(todo))
+    measured = args.kept.row({"costs": [arm.name for arm in arms]}, partial(_costs, args, arms))
+    args.on_more(1, 1 + len(todo))
     rows: list[Row] = []
-    given = [Given(config_of(asked, seed)) for seed in range(asked.seeds)]
+    given = [Given(config_of(args, seed)) for seed in range(args.seeds)]
     for i, (arm, seed) in enumerate(todo):
-        result = asked.kept.rows({"arm": arm.name, "seed": seed}, partial(_train, arm, given[seed]))
+        result = args.kept.rows({"arm": arm.name, "seed": seed}, partial(_train, arm, given[seed]))
         rows += [{**row, **_cost(measured, row["arm"])} for row in result]
-        asked.on_more(2 + i, 1 + len(todo))
+        args.on_more(2 + i, 1 + len(todo))
     add_gaps(rows, {arm.name: measured[arm.name] for arm in SAVING})
     claims = tuple(settled(_claims(rows), rows))
     return Result(
-        setting=_setting(asked),
+        setting=_setting(args),
         rows=rows,
         tables=(_table(rows), _saving_table(measured)),
         findings=tuple(_findings(rows)),
         drawing=_drawing(rows),
         claims=claims,
-        seeds=asked.seeds,
+        seeds=args.seeds,
         record={"costs": measured},
     )
 
 
-def config_of(asked: Asked, seed: int) -> TrainConfig:
+def config_of(args: Asked, seed: int) -> TrainConfig:
     """The settings of a training but for its topology."""
-    if asked.preset == "demo":
-        config = preset("small", seed=seed, steps=asked.steps, eval_every=0)
-        return replace(config, model=config.model.changed(width=asked.width))
-    return bytes_config(asked, seed, batch=8, tiny_batch=4, eval_bytes=60_000)
+    if args.preset == "demo":
+        config = preset("small", seed=seed, steps=args.steps, eval_every=0)
+        return replace(config, model=config.model.changed(width=args.width))
+    return bytes_config(args, seed, batch=8, tiny_batch=4, eval_bytes=60_000)
 
 
 def _train(arm: Arm, given: Given) -> list[Row]:
@@ -147,8 +147,8 @@ def pooled_bpb(training: Training, text: Text) -> float:
     return nats / (math.log(2) * text.nbytes)
 
 
-def _costs(asked: Asked, arms: Sequence[Arm]) -> Row:
-    given = Given(config_of(asked, 0))
+def _costs(args: Asked, arms: Sequence[Arm]) -> Row:
+    given = Given(config_of(args, 0))
     config, _, _ = given.loaded
     measured = [arm for arm in arms if arm.length == 1]
     result: Row = costs([*measured, *SAVING], config, next(given.batches(config.batch)))
@@ -252,13 +252,13 @@ def _if(decides: bool, claim: Claim) -> Claim:
     return claim if decides else replace(claim, verdict=UNDECIDED)
 
 
-def _setting(asked: Asked) -> str:
-    config = config_of(asked, 0)
+def _setting(args: Asked) -> str:
+    config = config_of(args, 0)
     model = config.model
-    what = "the demo's model and data" if asked.preset == "demo" else "plain GPTs on bytes"
+    what = "the demo's model and data" if args.preset == "demo" else "plain GPTs on bytes"
     return (
         f"Six layers of width {model.width} ({what}), {config.steps} steps of {config.batch} × "
-        f"{model.context} tokens, {asked.seeds} seeds."
+        f"{model.context} tokens, {args.seeds} seeds."
     )
 
 
@@ -288,10 +288,10 @@ def _table(rows: Sequence[Row]) -> ResultTable:
     return ResultTable(caption, header, tuple(cells))
 
 
-def _short(found: Interval) -> str:
-    if math.isinf(found.low):
-        return f"{found.mean:+.2f}"
-    return f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
+def _short(result: Interval) -> str:
+    if math.isinf(result.low):
+        return f"{result.mean:+.2f}"
+    return f"{result.mean:+.2f} [{result.low:+.2f}, {result.high:+.2f}]"
 
 
 def _saving_table(measured: Mapping[str, Row]) -> ResultTable:

@@ -38,9 +38,9 @@ STAGED, BACKPROP = "staged", "backprop"
 ARMS = (chain(SHALLOW, STAGED, heads="shared"), chain("6", BACKPROP, heads="shared"))
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train both, perturb their heads, and judge."""
-    rows = train_arms(ARMS, sizes, asked, probe)
+    rows = train_arms(ARMS, sizes, args, probe)
     cells = [
         (
             f"σ = {sigma:g}",

@@ -132,7 +132,7 @@ def values(rows: Sequence[Row], group: str, arm: str, key: str = "accuracy") -> 
     return [row[key] for row in rows if (row["network"], row["arm"]) == (group, arm)]
 
 
-def shown(found: Sequence[float]) -> str:
+def shown(result: Sequence[float]) -> str:
     """A mean of accuracies in percent, with its standard deviation."""
-    spread = f" ± {100 * statistics.stdev(found):.2f}" if len(found) > 1 else ""
-    return f"{100 * statistics.fmean(found):.2f}{spread}"
+    spread = f" ± {100 * statistics.stdev(result):.2f}" if len(result) > 1 else ""
+    return f"{100 * statistics.fmean(result):.2f}{spread}"

@@ -80,10 +80,10 @@ def _convolutional(layers: int, gap: str) -> tuple[Arm, ...]:
     )
 
 
-def groups(asked: Asked) -> tuple[Group, ...]:
+def groups(args: Asked) -> tuple[Group, ...]:
     """The networks of a preset with their arms, and the steps that are asked for."""
-    small = asked.preset == "small"
-    mlp_steps, vgg_steps, resnet_steps = asked.parts("steps")
+    small = args.preset == "small"
+    mlp_steps, vgg_steps, resnet_steps = args.parts("steps")
     rates = (0.001, 0.003, 0.01) if small else (0.003,)
     vgg = (8, 8, 16, 16) if small else (4, 6)
     resnet = (8, 16, 32) if small else (4, 4, 6)
@@ -116,22 +116,22 @@ def groups(asked: Asked) -> tuple[Group, ...]:
     )
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm of every network with every seed."""
-    seeds, data = asked.seeds, asked.data
+    seeds, data = args.seeds, args.data
     check_seeds(seeds)
-    pictures = fewer(read_images(data or DIGITS), asked.preset)
-    chosen = groups(asked)
+    pictures = fewer(read_images(data or DIGITS), args.preset)
+    chosen = groups(args)
     total = seeds * sum(len(group.arms) for group in chosen)
     rows: list[Row] = []
     for group in chosen:
         for arm in group.arms:
             place = {"network": group.name, "arm": arm.name}
-            rate = asked.kept.row(place, partial(_best_rate, group, arm, pictures))["rate"]
+            rate = args.kept.row(place, partial(_best_rate, group, arm, pictures))["rate"]
             for seed in range(seeds):
                 make = partial(_row, group, arm, pictures, seed, rate)
-                rows.append(asked.kept.row({**place, "seed": seed}, make))
-                asked.on_more(len(rows), total)
+                rows.append(args.kept.row({**place, "seed": seed}, make))
+                args.on_more(len(rows), total)
     claims = _claims(rows)
     name = "scikit-learn's digits" if data in (None, DIGITS) else str(data).rstrip("/").rpartition("/")[2]
     sizes = "; ".join(f"{g.name}: {g.steps} steps of {g.batch}" for g in chosen)

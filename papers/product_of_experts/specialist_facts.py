@@ -121,21 +121,21 @@ SMALL = {
 }
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Teach, read and compare on each base that is there."""
     with tempfile.TemporaryDirectory() as temporary:
-        file = asked.kept.file
+        file = args.kept.file
         place = Path(temporary) if file is None else file.parent / "specialists-work"
         place.mkdir(parents=True, exist_ok=True)
         bases = {"reference": REFERENCE}
-        if asked.preset == "small" and (result := smollm2(place)) is not None:
+        if args.preset == "small" and (result := smollm2(place)) is not None:
             bases["smollm2"] = result
         rows: list[Row] = []
         for number, (name, folder) in enumerate(bases.items()):
-            sizes = TINY if asked.preset == "tiny" else SMALL[name]
-            sizes = sizes.taught(asked.parts("steps")[number])
-            study = BaseStudy(open_session(folder), place / name, sizes, place, asked.kept)
-            rows += [{"base": name, **row} for row in study.rows(asked.on_more)]
+            sizes = TINY if args.preset == "tiny" else SMALL[name]
+            sizes = sizes.taught(args.parts("steps")[number])
+            study = BaseStudy(open_session(folder), place / name, sizes, place, args.kept)
+            rows += [{"base": name, **row} for row in study.rows(args.on_more)]
     judged = [claim for name in bases for claim in claims(name, rows)]
     return Result(
         setting=f"Bases: {', '.join(bases)}. Worlds of {sizes.people} invented people, three facts each; "
@@ -205,8 +205,8 @@ class Training:
 class BaseStudy:
     """The questions on one base, each kept when it is answered."""
 
-    def __init__(self, base: LoadedTextRun, place: Path, sizes: Sizes, files: Path, kept: Kept) -> None:
-        self.base, self.sizes, self.kept = base, sizes, kept
+    def __init__(self, base: LoadedTextRun, place: Path, sizes: Sizes, files: Path, retained: Kept) -> None:
+        self.base, self.sizes, self.kept = base, sizes, retained
         self.name, self.place = place.name, place.absolute().parent / f"{place.name}-work"
         self.place.mkdir(exist_ok=True)
         args = {"copa.jsonl", "winograd_wsc.jsonl"} & {path.name for path in files.glob("*.jsonl")}

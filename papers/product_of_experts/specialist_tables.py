@@ -181,12 +181,12 @@ def _last(own: Sequence[Row]) -> int:
     return max(row["step"] for row in world if row["specialist"] in ("chat", "prose"))
 
 
-def _hits(own: Sequence[Row], kind: str, step: int, asked: str) -> list[float]:
+def _hits(own: Sequence[Row], kind: str, step: int, args: str) -> list[float]:
     (row,) = [
         r
         for r in own
         if r["what"] == "injection"
-        and (r["specialist"], r["step"], r["asked"], r["people"]) == (kind, step, asked, _people(own))
+        and (r["specialist"], r["step"], r["asked"], r["people"]) == (kind, step, args, _people(own))
         and r["paraphrases"] == 3
     ]
     return [float(hit) for hit in row["hits"]]

@@ -70,14 +70,14 @@ def open_buses(stack: GPT) -> None:
 ARMS = {bus: [with_bus(partition, bus) for partition in PARTITIONS] for bus in (None, *BUSES)}
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train the chains with and without buses, and judge."""
     arms = [arm for bus in ARMS.values() for arm in bus]
     total = len(RATES) + sizes.seeds * len(arms)
-    tried = tune(sizes, replace(asked, on_more=lambda done, _: asked.on_more(done, total)))
+    tried = tune(sizes, replace(args, on_more=lambda done, _: args.on_more(done, total)))
     rate = min(tried, key=lambda row: row["bpb"])["relays"]
     tuned = [replace(arm, relays=rate) for arm in arms]
-    behind = replace(asked, on_more=lambda done, _: asked.on_more(len(tried) + done, total))
+    behind = replace(args, on_more=lambda done, _: args.on_more(len(tried) + done, total))
     rows = train_arms(tuned, sizes, behind)
     return Found(
         [*tried, *rows],
@@ -94,10 +94,10 @@ def run(sizes: Sizes, asked: Asked) -> Found:
     )
 
 
-def tune(sizes: Sizes, asked: Asked) -> list[Row]:
+def tune(sizes: Sizes, args: Asked) -> list[Row]:
     """The bus r0 of equal stages at every rate, on the seed that is not used again."""
     arms = [replace(with_bus(SHALLOW, "r0"), name=f"{SHALLOW} r0 at {rate:g}", relays=rate) for rate in RATES]
-    rows = train_arms(arms, sizes, asked, seeds=[TUNING])
+    rows = train_arms(arms, sizes, args, seeds=[TUNING])
     return [{**row, "relays": rate} for rate, row in zip(RATES, rows, strict=True)]
 
 

@@ -64,9 +64,9 @@ CHAINS = [chain(partition, f"{partition} chain") for partition in PARTITIONS]
 FORESTS = [forest(partition) for partition in PARTITIONS]
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train chains and forests, probe them, and judge."""
-    rows = train_arms([*CHAINS, *FORESTS], sizes, asked, probe)
+    rows = train_arms([*CHAINS, *FORESTS], sizes, args, probe)
     keys = {"disagreement": "differ", "wand": "WAND", "specialist": "learn", "composition": "pool"}
     cells = [
         (

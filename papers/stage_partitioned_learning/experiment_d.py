@@ -52,7 +52,7 @@ WEIGHTS = {"losses alone": 0.0, "modular": DEPLOYMENTS["modular"].capability, "s
 """η in bits per byte, by arm."""
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Learn the boundaries of every arm and seed, and judge."""
     check_seeds(sizes.seeds)
     rows: list[Row] = []
@@ -60,8 +60,8 @@ def run(sizes: Sizes, asked: Asked) -> Found:
     for seed in range(sizes.seeds):
         for arm, weight in WEIGHTS.items():
             learn = partial(_learned, arm, weight, sizes, seed)
-            rows.append(asked.kept.row({"arm": arm, "seed": seed}, learn) | {"order0": blind})
-            asked.on_more(len(rows), sizes.seeds * len(WEIGHTS))
+            rows.append(args.kept.row({"arm": arm, "seed": seed}, learn) | {"order0": blind})
+            args.on_more(len(rows), sizes.seeds * len(WEIGHTS))
     return Found(
         rows,
         "Partitions that boundaries hardened to",

@@ -61,9 +61,9 @@ ARMS = [chain(partition) for partition in SWEEP]
 RELAYED = [behind_root(kind) for kind in RELAYS]
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train the sweep and the relays, and judge."""
-    rows = train_arms([*ARMS, *RELAYED], sizes, asked, probe)
+    rows = train_arms([*ARMS, *RELAYED], sizes, args, probe)
     return Found(
         rows,
         "Effective rank at the end of the first stage; relays behind it",

@@ -91,28 +91,28 @@ def topology(scale: Scale, stages: int) -> Topology:
     return Topology.chain(",".join([str(scale.layers // stages)] * stages))
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every arm at every scale with every seed, and judge."""
-    check_seeds(asked.seeds)
-    scales, ratio = SCALES[asked.preset], RATIOS[asked.preset]
-    total = asked.seeds * sum(len(scale.counts) for scale in scales)
+    check_seeds(args.seeds)
+    scales, ratio = SCALES[args.preset], RATIOS[args.preset]
+    total = args.seeds * sum(len(scale.counts) for scale in scales)
     rows: list[Row] = []
-    for seed in range(asked.seeds):
+    for seed in range(args.seeds):
         for scale in scales:
-            given = Given(scale.config(asked.preset, seed))
+            given = Given(scale.config(args.preset, seed))
             for stages in scale.counts:
                 key = {"scale": str(scale), "stages": stages, "seed": seed, "ratio": ratio}
-                rows.append(asked.kept.row(key, partial(_train, scale, stages, given, ratio)))
-                asked.on_more(len(rows), total)
+                rows.append(args.kept.row(key, partial(_train, scale, stages, given, ratio)))
+                args.on_more(len(rows), total)
     add_gaps(rows)
     return Result(
-        setting=_setting(asked, scales, ratio),
+        setting=_setting(args, scales, ratio),
         rows=rows,
         tables=(_table(rows, scales),),
         findings=tuple(_findings(rows, scales)),
         drawing=_drawing(rows, scales),
         claims=tuple(learned(claims(rows, scales), rows, scales)),
-        seeds=asked.seeds,
+        seeds=args.seeds,
         record={"ratio": ratio},
     )
 
@@ -213,9 +213,9 @@ def claims(rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
     ]
 
 
-def learned(found: Sequence[Claim], rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
+def learned(result: Sequence[Claim], rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
     """The claims, all undecided where at some scale models know less than how often each byte occurs."""
-    judged = list(found)
+    judged = list(result)
     for scale in scales:
         judged = settled(judged, [row for row in rows if row["scale"] == str(scale)])
     return judged
@@ -225,11 +225,11 @@ def _log_parameters(rows: Sequence[Row], scale: Scale) -> float:
     return math.log10(by_seed(rows, scale, 1, "parameters")[0])
 
 
-def _setting(asked: Asked, scales: Sequence[Scale], ratio: float) -> str:
-    config = scales[0].config(asked.preset, 0)
+def _setting(args: Asked, scales: Sequence[Scale], ratio: float) -> str:
+    config = scales[0].config(args.preset, 0)
     return (
         f"Plain GPTs on bytes of {', '.join(map(str, scales))} (layers × width), {config.batch} × "
-        f"{config.model.context} tokens a step, {ratio:g} tokens a parameter; {asked.seeds} seeds."
+        f"{config.model.context} tokens a step, {ratio:g} tokens a parameter; {args.seeds} seeds."
     )
 
 

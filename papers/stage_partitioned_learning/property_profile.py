@@ -122,10 +122,10 @@ def grid() -> list[Cell]:
     return [Cell(1, LAYERS), *behind]
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train and read the grid, and judge."""
-    sizes, cells = sizes_of(asked), grid()
-    rows = train_arms([cell.arm for cell in cells], sizes, asked, probe)
+    sizes, cells = sizes_of(args), grid()
+    rows = train_arms([cell.arm for cell in cells], sizes, args, probe)
     result = {name: fronts(rows, cells, points) for name, points in FRONTS.items()}
     return Result(
         setting=(
@@ -175,9 +175,9 @@ def fronts(rows: Sequence[Row], cells: Sequence[Cell], points: Points) -> list[s
     return results
 
 
-def chosen(found: Sequence[set[str]], cells: Sequence[Cell]) -> str:
+def chosen(result: Sequence[set[str]], cells: Sequence[Cell]) -> str:
     """The interior configuration that is on most seeds' fronts; the first of the grid where several are."""
-    return max((cell.name for cell in cells if cell.interior), key=lambda n: sum(n in on for on in found))
+    return max((cell.name for cell in cells if cell.interior), key=lambda n: sum(n in on for on in result))
 
 
 def slice_claims(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Claim]:
@@ -223,7 +223,7 @@ def slice_claims(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Claim]:
 
 
 def grid_claims(
-    rows: Sequence[Row], cells: Sequence[Cell], found: Mapping[str, Sequence[set[str]]]
+    rows: Sequence[Row], cells: Sequence[Cell], result: Mapping[str, Sequence[set[str]]]
 ) -> list[Claim]:
     """Level 2: BPB under refinement, the capability region, and the fronts."""
     backprop, local = cells[0].name, cells[-1].name
@@ -244,18 +244,21 @@ def grid_claims(
             "with stages of one layer,",
             [minus(region, _means(rows, names, "capability")) for names in ([backprop], [local], vestigial)],
         ),
-        *(_genuine(name, found[name], cells) for name in FRONTS),
+        *(_genuine(name, result[name], cells) for name in FRONTS),
     ]
 
 
-def _genuine(name: str, found: Sequence[set[str]], cells: Sequence[Cell]) -> Claim:
-    best = chosen(found, cells)
+def _genuine(name: str, result: Sequence[set[str]], cells: Sequence[Cell]) -> Claim:
+    best = chosen(result, cells)
     sentences = {
         "training": "the grid has a genuine front of BPB, memory and first exit (§10.6, level 2)",
         "serving": "where capability counts beside BPB, interior configurations are optimal (Remark 7.5)",
     }
     return every(
-        f"interior on the {name} front", sentences[name], f"{best} on the front", [best in on for on in found]
+        f"interior on the {name} front",
+        sentences[name],
+        f"{best} on the front",
+        [best in on for on in result],
     )
 
 
@@ -281,16 +284,16 @@ def _slice_table(rows: Sequence[Row], cells: Sequence[Cell]) -> ResultTable:
 
 
 def _grid_table(
-    rows: Sequence[Row], cells: Sequence[Cell], found: Mapping[str, Sequence[set[str]]]
+    rows: Sequence[Row], cells: Sequence[Cell], result: Mapping[str, Sequence[set[str]]]
 ) -> ResultTable:
     forms = {key: (sentences, form) for sentences, (key, form) in PROFILE.items()}
-    header = ("(K, d_0)", "stages", *(forms[key][0] for key in BEHIND), *(f"{name} front" for name in found))
+    header = ("(K, d_0)", "stages", *(forms[key][0] for key in BEHIND), *(f"{name} front" for name in result))
     lines = tuple(
         (
             f"({cell.stages}, {cell.depth})",
             cell.name,
             *(f"{mean(rows, cell.name, key):{forms[key][1]}}" for key in BEHIND),
-            *(f"{sum(cell.name in on for on in seeds)} of {len(seeds)}" for seeds in found.values()),
+            *(f"{sum(cell.name in on for on in seeds)} of {len(seeds)}" for seeds in result.values()),
         )
         for cell in cells
     )
@@ -298,10 +301,10 @@ def _grid_table(
 
 
 def _findings(
-    rows: Sequence[Row], cells: Sequence[Cell], found: Mapping[str, Sequence[set[str]]]
+    rows: Sequence[Row], cells: Sequence[Cell], result: Mapping[str, Sequence[set[str]]]
 ) -> list[str]:
     sentences = []
-    for name, seeds in found.items():
+    for name, seeds in result.items():
         always = [cell.name for cell in cells if all(cell.name in on for on in seeds)]
         sentences.append(f"On the {name} front with every seed: {'; '.join(always) or 'none'}.")
     best = min(cells, key=lambda cell: mean(rows, cell.name)).name
