@@ -6,6 +6,7 @@ from topograd.fields.kernel import Kernel, kernel, kernel_of
 from topograd.fields.network import weights_of
 from topograd.fields.simulation import Simulation, Trajectory, simulate
 from topograd.fields.staged import StagedKernel, staged_kernel
+from topograd.fields.transport import conjugate_change, metric, pullback
 
 __all__ = [
     "Kernel",
@@ -13,10 +14,13 @@ __all__ = [
     "StagedKernel",
     "State",
     "Trajectory",
+    "conjugate_change",
     "evolve",
     "hidden",
     "kernel",
     "kernel_of",
+    "metric",
+    "pullback",
     "simulate",
     "staged_kernel",
     "state_of",
