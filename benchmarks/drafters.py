@@ -8,8 +8,8 @@ many tokens behind each prompt, taking turns prompt by prompt, the reading of th
 tokens over seconds, summed; the ratio to full depth is given by kind and for all, with the quartiles over
 prompts.
 
-When to draft follows from acceptances as `decode/calibration/policy.py` has them and from the seconds of rows, which are
-measured first; "calibrated" is what `topograd calibrate` chose, where the run has that.
+When to draft follows from acceptances as `decode/calibration/policy.py` has them and from the seconds of
+positions, which are measured first; "calibrated" is what `topograd calibrate` chose, where the run has that.
 
 Prompts: code and prose are beginnings of held-out documents, chats and lists are questions that no template
 of `convert/prompts.py` has; a model without a chat template goes on from the plain question. Nothing here was

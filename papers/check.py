@@ -30,12 +30,12 @@ CHECKS: dict[str, type[Check]] = {
 
 def run(argv: list[str]) -> int:
     """Answer one question, and return the exit code: 1 if a cell of the catalogue is not what theory says."""
-    asked = parse_one_of(CHECKS, argv, "check", program=PROGRAM)
-    answer = asked.answer()
-    if asked.json:
+    args = parse_one_of(CHECKS, argv, "check", program=PROGRAM)
+    answer = args.answer()
+    if args.json:
         print_json(answer)
     else:
         console = out()
-        for table in asked.tables(answer):
+        for table in args.tables(answer):
             console.print(table)
-    return int(isinstance(asked, Catalogue) and not all(cell["ok"] for cell in answer["cells"]))
+    return int(isinstance(args, Catalogue) and not all(cell["ok"] for cell in answer["cells"]))

@@ -52,12 +52,14 @@ def fit(
         optimizers.set_rates(step, steps)
         if watch is not None:
             watch(step, stack, plan, inputs, targets)
-        found = loop.step(plan, [(inputs, targets)], step + 1)
-        if found.halted:
+        result = loop.step(plan, [(inputs, targets)], step + 1)
+        if result.halted:
             raise DivergenceError(
-                f"stage {found.halted[0] + 1} broke at step {step + 1}", remedy="take other sizes"
+                f"stage {result.halted[0] + 1} broke at step {step + 1}",
+                setting="sizes",
+                remedy="take other sizes",
             )
-        losses.append(found.losses)
+        losses.append(result.losses)
     return torch.stack(losses)
 
 
@@ -67,9 +69,9 @@ def trajectory(losses: Tensor, points: int = POINTS) -> list[dict[str, Any]]:
     losses (steps, stages). A point is the mean over the steps since the one before; None for no loss.
     """
     ends = sorted({round(len(losses) * (i + 1) / points) for i in range(points)} - {0})
-    found, begin = [], 0
+    result, begin = [], 0
     for end in ends:
         means = losses[begin:end].double().mean(0).tolist()
-        found.append({"step": end, "losses": [None if math.isnan(mean) else mean for mean in means]})
+        result.append({"step": end, "losses": [None if math.isnan(mean) else mean for mean in means]})
         begin = end
-    return found
+    return result

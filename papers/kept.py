@@ -48,8 +48,8 @@ class Kept:
 
     def rows(self, key: Mapping[str, Any], make: Callable[[], list[Row]]) -> list[Row]:
         """Several rows that are measured together."""
-        found: list[Row] = self.row(key, lambda: {"rows": make()})["rows"]
-        return found
+        result: list[Row] = self.row(key, lambda: {"rows": make()})["rows"]
+        return result
 
     def _keep(self, file: Path, line: str) -> None:
         try:
@@ -59,7 +59,12 @@ class Kept:
                 os.fsync(out.fileno())
             self._torn = False
         except OSError as problem:
-            raise RunError(f"cannot write {file} ({problem.strerror})", remedy="pass another --out") from None
+            raise RunError(
+                f"cannot write {file} ({problem.strerror})",
+                setting="file",
+                given=file,
+                remedy="pass another --out",
+            ) from None
 
 
 def _read(file: Path) -> tuple[dict[str, Row], bool]:
@@ -69,13 +74,18 @@ def _read(file: Path) -> tuple[dict[str, Row], bool]:
     except FileNotFoundError:
         return {}, False
     except OSError as problem:
-        raise RunError(f"cannot read {file} ({problem.strerror})", remedy="pass another --out") from None
-    found: dict[str, Row] = {}
+        raise RunError(
+            f"cannot read {file} ({problem.strerror})",
+            setting="file",
+            given=file,
+            remedy="pass another --out",
+        ) from None
+    result: dict[str, Row] = {}
     for line in lines:
         try:
             key, row = json.loads(line)
         except (ValueError, TypeError):
             continue  # cut off by a kill, or the empty end
         if isinstance(key, dict) and isinstance(row, dict):
-            found[json.dumps(key, sort_keys=True)] = row
-    return found, bool(lines[-1])
+            result[json.dumps(key, sort_keys=True)] = row
+    return result, bool(lines[-1])

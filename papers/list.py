@@ -26,8 +26,8 @@ class List:
 
 def run(argv: list[str]) -> int:
     """List the studies, and return the exit code."""
-    asked, studies = parse(List, argv, "list", program=PROGRAM), listed()
-    if asked.json:
+    args, studies = parse(List, argv, "list", program=PROGRAM), listed()
+    if args.json:
         print_json({"studies": studies})
         return 0
     for paper, title in GROUPS.items():

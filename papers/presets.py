@@ -26,15 +26,18 @@ class Size:
     width: Numbers = None
     seeds: int | None = None
 
-    def changed(self, study: str, **asked: int | None) -> Size:
+    def changed(self, study: str, **args: int | None) -> Size:
         """With what was asked for instead; one number for all parts. What the study lacks is refused."""
-        given = {name: number for name, number in asked.items() if number is not None}
+        given = {name: number for name, number in args.items() if number is not None}
         for name, number in given.items():
             if getattr(self, name) is None:
-                has = [f"--{other}" for other in asked if getattr(self, other) is not None]
+                has = [f"--{other}" for other in args if getattr(self, other) is not None]
                 can = f"it takes {' and '.join(has)}" if has else f"leave --{name} out"
                 raise ConfigError(
-                    f"--{name} is {number}", remedy=f"study {study} has no choice of {name}, {can}"
+                    f"--{name} is {number}",
+                    setting=name,
+                    given=number,
+                    remedy=f"study {study} has no choice of {name}, {can}",
                 )
         steps, width, seeds = (given.get(name) for name in ("steps", "width", "seeds"))
         return Size(
@@ -132,6 +135,9 @@ def size_of(study: str, preset: Preset) -> Size:
     presets = SIZES[study]
     if preset not in presets:
         raise ConfigError(
-            f"--preset is {preset}", remedy=f"study {study} has the presets {', '.join(presets)}"
+            f"--preset is {preset}",
+            setting="preset",
+            given=preset,
+            remedy=f"study {study} has the presets {', '.join(presets)}",
         )
     return presets[preset]

@@ -56,127 +56,134 @@ class Run:
     def __post_init__(self) -> None:
         check_numbers(self, steps=REPEATS, width=SIZE, seeds=REPEATS)
         if self.all and self.name is not None:
-            raise ConfigError(f"--all is given and so is {self.name}", remedy="give one of them")
+            raise ConfigError(
+                f"--all is given and so is {self.name}",
+                setting="all",
+                given=self.name,
+                remedy="give one of them",
+            )
 
 
 def run(argv: list[str]) -> int:
     """Run one study or all, and return the exit code."""
-    asked = parse(Run, argv, "run", program=PROGRAM)
-    if asked.all:
-        answer: dict[str, Any] = {"studies": _run_all(asked)}
-    elif asked.name is not None:
-        answer = _run_one(_asked(asked, asked.name), asked)
+    args = parse(Run, argv, "run", program=PROGRAM)
+    if args.all:
+        answer: dict[str, Any] = {"studies": _run_all(args)}
+    elif args.name is not None:
+        answer = _run_one(_asked(args, args.name), args)
     else:
         raise ConfigError(f"missing from {PROGRAM} run: NAME", remedy="give the name of a study, or --all")
-    if asked.json:
+    if args.json:
         print_json(answer)
-    elif asked.all:
+    elif args.all:
         out().print(all_table(answer))
     else:
         _show(answer)
     return 0
 
 
-def setting_of(asked: Asked) -> dict[str, Any]:
+def setting_of(args: Asked) -> dict[str, Any]:
     """What every row of a run depends on, beside what names it."""
     return {
-        "study": asked.study,
-        "preset": asked.preset,
-        "steps": asked.size.as_dict().get("steps"),
-        "width": asked.size.as_dict().get("width"),
-        "data": asked.data,
+        "study": args.study,
+        "preset": args.preset,
+        "steps": args.size.as_dict().get("steps"),
+        "width": args.size.as_dict().get("width"),
+        "data": args.data,
         "topograd": __version__,
         "python": platform.python_version(),
     }
 
 
-def asked_for(asked: Asked) -> dict[str, Any]:
+def asked_for(args: Asked) -> dict[str, Any]:
     """The same, and how many seeds: what a whole run depends on."""
-    return {**setting_of(asked), "seeds": asked.size.seeds}
+    return {**setting_of(args), "seeds": args.size.seeds}
 
 
-def run_study(asked: Asked) -> dict[str, Any]:
+def run_study(args: Asked) -> dict[str, Any]:
     """Run a study and give everything that it found as plain numbers and words."""
-    study = study_named(asked.study)
-    if asked.data is not None and not study.pictures:
+    study = study_named(args.study)
+    if args.data is not None and not study.pictures:
         raise ConfigError(
-            f"data is {asked.data!r}, and this study has data of its own",
+            f"data is {args.data!r}, and this study has data of its own",
             setting="data",
-            given=asked.data,
+            given=args.data,
             remedy="leave it out",
         )
     began = time.perf_counter()
-    found = study.run(asked)
+    result = study.run(args)
     return {
-        "study": asked.study,
+        "study": args.study,
         "title": study.title,
-        "preset": asked.preset,
-        "asked": asked_for(asked),
-        "seeds": found.seeds,
+        "preset": args.preset,
+        "asked": asked_for(args),
+        "seeds": result.seeds,
         "prediction": study.prediction,
-        "setting": found.setting,
-        "rows": found.rows,
-        "tables": [asdict(table) for table in found.tables],
-        "findings": list(found.findings),
-        "figure": None if found.drawing is None else asdict(found.drawing),
-        "claims": [asdict(claim) for claim in found.claims],
-        "verdict": found.verdict,
-        **found.record,
+        "setting": result.setting,
+        "rows": result.rows,
+        "tables": [asdict(table) for table in result.tables],
+        "findings": list(result.findings),
+        "figure": None if result.drawing is None else asdict(result.drawing),
+        "claims": [asdict(claim) for claim in result.claims],
+        "verdict": result.verdict,
+        **result.record,
         "seconds": time.perf_counter() - began,
     }
 
 
-def _asked(asked: Run, name: str) -> Asked:
+def _asked(args: Run, name: str) -> Asked:
     """The study as it is asked for, with what is kept of earlier runs."""
     study_named(name)
-    given: dict[str, int | None] = {"steps": asked.steps, "width": asked.width, "seeds": asked.seeds}
-    if asked.all:  # what a study has no choice of is left to it
-        has = size_of(name, asked.preset).as_dict()
+    given: dict[str, int | None] = {"steps": args.steps, "width": args.width, "seeds": args.seeds}
+    if args.all:  # what a study has no choice of is left to it
+        has = size_of(name, args.preset).as_dict()
         given = {size: number for size, number in given.items() if size in has}
     return asked_of(
         name,
-        asked.preset,
+        args.preset,
         steps=given.get("steps"),
         width=given.get("width"),
         seeds=given.get("seeds"),
-        data=asked.data if STUDIES[name].pictures or not asked.all else None,
+        data=args.data if STUDIES[name].pictures or not args.all else None,
         on_more=counted(name),
     )
 
 
-def _run_one(study: Asked, asked: Run) -> dict[str, Any]:
+def _run_one(study: Asked, args: Run) -> dict[str, Any]:
     from papers.study_page import write_study  # matplotlib
 
-    make_folder(asked.out)
-    kept = Kept(asked.out / f"{study.study}.rows.jsonl", setting_of(study), asked.fresh)
+    make_folder(args.out)
+    retained = Kept(args.out / f"{study.study}.rows.jsonl", setting_of(study), args.fresh)
     if study.size.minutes >= 1:
         note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
-    record = run_study(replace(study, kept=kept))
-    if kept.found:
-        note(f"{kept.found} measurements are of an earlier run, from {kept.file}; --fresh makes them again")
-    return {**record, "page": str(write_study(asked.out, record))}
+    record = run_study(replace(study, kept=retained))
+    if retained.found:
+        note(
+            f"{retained.found} measurements are of an earlier run, from {retained.file}; --fresh repeats them"
+        )
+    return {**record, "page": str(write_study(args.out, record))}
 
 
-def _run_all(asked: Run) -> list[dict[str, Any]]:
+def _run_all(args: Run) -> list[dict[str, Any]]:
     """Every study that has the preset; what cannot be run here says why, and the others go on."""
-    found = []
+    results = []
     for name in STUDIES:
-        if asked.preset not in SIZES[name]:
+        if args.preset not in SIZES[name]:
             continue
-        study = _asked(asked, name)
-        before = None if asked.fresh else _finished(study, asked.out)
+        study = _asked(args, name)
+        before = None if args.fresh else _finished(study, args.out)
         if before is not None:
-            found.append({"study": name, "state": "done before", "verdict": before["verdict"]})
+            results.append({"study": name, "state": "done before", "verdict": before["verdict"]})
             continue
         try:
-            record = _run_one(study, asked)
+            record = _run_one(study, args)
         except TopogradError as problem:
             note(f"{name}: {problem}")
-            found.append({"study": name, "state": "not run", "why": str(problem)})
+            results.append({"study": name, "state": "not run", "why": str(problem)})
         else:
-            kept = {key: record[key] for key in ("verdict", "seconds", "page")}
-            found.append({"study": name, "state": "done", **kept})
-    return found
+            retained = {key: record[key] for key in ("verdict", "seconds", "page")}
+            results.append({"study": name, "state": "done", **retained})
+    return results
 
 
 def _finished(study: Asked, folder: Path) -> dict[str, Any] | None:
@@ -200,12 +207,12 @@ def all_table(answer: Mapping[str, Any]) -> Table:
     return table
 
 
-def result_table(found: Mapping[str, Any]) -> Table:
+def result_table(result: Mapping[str, Any]) -> Table:
     """One of the study's tables."""
-    table = Table(title=found["caption"], title_justify="left")
-    for i, column in enumerate(found["header"]):
+    table = Table(title=result["caption"], title_justify="left")
+    for i, column in enumerate(result["header"]):
         table.add_column(column, justify="right" if i else "left", no_wrap=not i)
-    for row in found["rows"]:
+    for row in result["rows"]:
         table.add_row(*row)
     return table
 
@@ -222,8 +229,8 @@ def claims_table(answer: Mapping[str, Any]) -> Table:
 
 def _show(answer: Mapping[str, Any]) -> None:
     console = out()
-    for found in answer["tables"]:
-        console.print(result_table(found))
+    for result in answer["tables"]:
+        console.print(result_table(result))
     if answer["claims"]:
         console.print(claims_table(answer))
     for words in answer["findings"]:

@@ -123,15 +123,15 @@ PRESETS: Mapping[str, Sizes] = {
 
 
 def bytes_config(
-    asked: Asked, seed: int, *, batch: int, tiny_batch: int, eval_bytes: int, steps: int | None = None
+    args: Asked, seed: int, *, batch: int, tiny_batch: int, eval_bytes: int, steps: int | None = None
 ) -> TrainConfig:
     """A study's settings of a plain GPT on bytes but for its topology; with the preset tiny, much less."""
-    tiny = asked.preset == "tiny"
+    tiny = args.preset == "tiny"
     return Sizes(
-        width=asked.width,
+        width=args.width,
         context=16 if tiny else 64,
         batch=tiny_batch if tiny else batch,
-        steps=asked.steps if steps is None else steps,
+        steps=args.steps if steps is None else steps,
         soft_steps=0,
         eval_bytes=600 if tiny else eval_bytes,
         seeds=1,
@@ -168,31 +168,31 @@ def chain(
     return Arm(name or partition, partition, Topology.chain(configuration, objective=objective))
 
 
-def sizes_of(asked: Asked) -> Sizes:
+def sizes_of(args: Asked) -> Sizes:
     """The preset's sizes, with those that were asked for instead; soft boundaries learn as long."""
-    sizes, usual = PRESETS[asked.preset], SIZES[asked.study][asked.preset]
-    if asked.size.steps != usual.steps:
-        sizes = replace(sizes, steps=asked.steps, soft_steps=asked.steps)
-    if asked.size.width != usual.width:
-        sizes = replace(sizes, width=asked.width)
-    return sizes if asked.size.seeds == usual.seeds else replace(sizes, seeds=asked.seeds)
+    sizes, usual = PRESETS[args.preset], SIZES[args.study][args.preset]
+    if args.size.steps != usual.steps:
+        sizes = replace(sizes, steps=args.steps, soft_steps=args.steps)
+    if args.size.width != usual.width:
+        sizes = replace(sizes, width=args.width)
+    return sizes if args.size.seeds == usual.seeds else replace(sizes, seeds=args.seeds)
 
 
-def judged(experiment: Callable[[Sizes, Asked], Found], asked: Asked) -> Result:
+def judged(experiment: Callable[[Sizes, Asked], Found], args: Asked) -> Result:
     """Run an experiment in staged learning, and its claims with their verdicts."""
-    sizes = sizes_of(asked)
+    sizes = sizes_of(args)
     check_seeds(sizes.seeds)
-    found = experiment(sizes, asked)
-    claims = tuple(settled(found.claims, found.rows))
+    result = experiment(sizes, args)
+    claims = tuple(settled(result.claims, result.rows))
     return Result(
         setting=(
             f"GPTs of six layers of width {sizes.width} on bytes, {sizes.steps} steps of "
             f"{sizes.batch} × {sizes.context} tokens ({sizes.soft_steps} where boundaries are learned). "
             "All arms of a seed start from the same weights and see the same data in the same order."
         ),
-        rows=found.rows,
-        tables=(ResultTable(found.caption, found.header, found.cells),),
-        drawing=found.drawing,
+        rows=result.rows,
+        tables=(ResultTable(result.caption, result.header, result.cells),),
+        drawing=result.drawing,
         claims=claims,
         seeds=sizes.seeds,
         record={"sizes": asdict(sizes)},
@@ -202,7 +202,7 @@ def judged(experiment: Callable[[Sizes, Asked], Found], asked: Asked) -> Result:
 def train_arms(
     arms: Sequence[Arm],
     sizes: Sizes,
-    asked: Asked,
+    args: Asked,
     probe: Probe | None = None,
     seeds: Sequence[int] | None = None,
     shares: Sequence[float] = (),
@@ -218,8 +218,8 @@ def train_arms(
         given = _Given(sizes, seed)
         for arm in arms:
             key = {"arm": arm.name, "seed": seed}
-            rows.append(asked.kept.row(key, partial(_measured, arm, given, probe, shares)))
-            asked.on_more(len(rows), len(seeds) * len(arms))
+            rows.append(args.kept.row(key, partial(_measured, arm, given, probe, shares)))
+            args.on_more(len(rows), len(seeds) * len(arms))
     return rows
 
 
@@ -286,25 +286,27 @@ def train_arm(
     try:
         losses = fit(stack, plan, batches, config.steps, settings, watch)
     except DivergenceError as problem:
-        raise DivergenceError(f"arm {arm.name} with seed {config.seed}: {problem}") from None
+        raise DivergenceError(
+            f"arm {arm.name} with seed {config.seed}: {problem}", setting="arm", given=arm.name
+        ) from None
     return stack, plan, losses
 
 
-def _row(arm: Arm, seed: int, plan: Plan, found: Evaluation) -> Row:
+def _row(arm: Arm, seed: int, plan: Plan, result: Evaluation) -> Row:
     return {
         "arm": arm.name,
         "partition": list(Composition.parse(arm.partition).parts),
         "seed": seed,
-        "bpb": found.bpb.prediction,
+        "bpb": result.bpb.prediction,
         "prediction": plan.prediction.kind,
-        "bpb_stages": found.bpb.stages,
-        "bpb_prefix": found.bpb.prefix,
-        "bpb_last": found.bpb.last,
-        "bpb_sum": found.bpb.sum,
-        "bpb_mean": found.bpb.mean,
-        "usefulness": found.usefulness,
-        "effective_rank": found.effective_rank,
-        "ece": found.ece,
+        "bpb_stages": result.bpb.stages,
+        "bpb_prefix": result.bpb.prefix,
+        "bpb_last": result.bpb.last,
+        "bpb_sum": result.bpb.sum,
+        "bpb_mean": result.bpb.mean,
+        "usefulness": result.usefulness,
+        "effective_rank": result.effective_rank,
+        "ece": result.ece,
     }
 
 
@@ -345,5 +347,5 @@ def mean(rows: Sequence[Row], arm: str, key: str = "bpb") -> float:
 
 def spread(rows: Sequence[Row], arm: str, key: str = "bpb") -> str:
     """The standard deviation over seeds as text; a dash for one seed."""
-    found = values(rows, arm, key)
-    return f"{statistics.stdev(found):.4f}" if len(found) > 1 else "–"
+    result = values(rows, arm, key)
+    return f"{statistics.stdev(result):.4f}" if len(result) > 1 else "–"

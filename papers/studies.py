@@ -36,14 +36,14 @@ class Study:
         """The paper's name as in `reproduction.PAPERS`, or "beyond" where the question is ours."""
         return self.module.partition(".")[0].replace("_", "-")
 
-    def run(self, asked: Asked) -> Result:
+    def run(self, args: Asked) -> Result:
         function = getattr(import_module(f"papers.{self.module}"), self.function)
         if self.staged:
             from papers.staged_runs import judged
 
-            return judged(function, asked)
-        found: Result = function(asked)
-        return found
+            return judged(function, args)
+        result: Result = function(args)
+        return result
 
 
 STUDIES: Mapping[str, Study] = {

@@ -56,7 +56,10 @@ def write_study(folder: Path, record: Record) -> Path:
     except OSError as problem:
         reason = problem.strerror
         raise RunError(
-            f"cannot write {page} ({reason})", remedy="pass --out with a folder you can write"
+            f"cannot write {page} ({reason})",
+            setting="page",
+            given=page,
+            remedy="pass --out with a folder you can write",
         ) from None
     return page
 
@@ -130,8 +133,8 @@ def _outcome(record: Record) -> str:
     """The prediction, what was found, the claims, and the verdict, as far as there are any."""
     body = [f"<p>{escape(record['prediction'])}</p>"]
     if record["findings"]:
-        said = "".join(f"<li>{escape(words)}</li>" for words in record["findings"])
-        body.append(f"<ul>{said}</ul>")
+        message = "".join(f"<li>{escape(words)}</li>" for words in record["findings"])
+        body.append(f"<ul>{message}</ul>")
     if record["claims"]:
         header = ("claim", "prediction", "measured", "verdict", "rule")
         keys = ("name", "prediction", "measured", "verdict", "rule")

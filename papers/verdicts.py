@@ -83,32 +83,32 @@ class Claim:
 def above(name: str, prediction: str, effect: str, values: Sequence[float], least: float = 0.0) -> Claim:
     """The claim that `effect` is more than `least`."""
     rule = f"held if the 90 % interval of {effect} lies above {least:g}, failed if below"
-    found = Interval.of(values)
-    return Claim(name, prediction, rule, str(found), _above(found, least), _known(values))
+    result = Interval.of(values)
+    return Claim(name, prediction, rule, str(result), _above(result, least), _known(values))
 
 
 def within(name: str, prediction: str, effect: str, values: Sequence[float], margin: float) -> Claim:
     """The claim that `effect` is less than `margin` in size."""
     rule = f"held if the 90 % interval of {effect} lies within ±{margin:.4f}, failed if outside"
-    found = Interval.of(values)
-    return Claim(name, prediction, rule, str(found), _within(found, margin), _known(values))
+    result = Interval.of(values)
+    return Claim(name, prediction, rule, str(result), _within(result, margin), _known(values))
 
 
 def outside(name: str, prediction: str, effect: str, values: Sequence[float], margin: float) -> Claim:
     """The claim that `effect` is more than `margin` in size."""
     rule = f"held if the 90 % interval of {effect} lies outside ±{margin:.4f}, failed if within"
-    found = Interval.of(values)
+    result = Interval.of(values)
     flipped = {HELD: FAILED, FAILED: HELD, UNDECIDED: UNDECIDED}
-    return Claim(name, prediction, rule, str(found), flipped[_within(found, margin)], _known(values))
+    return Claim(name, prediction, rule, str(result), flipped[_within(result, margin)], _known(values))
 
 
 def each(name: str, prediction: str, effect: str, steps: Sequence[Sequence[float]]) -> Claim:
     """The claim that `effect` is above 0 at every one of several steps, each with its values by seed."""
     rule = f"held if the 90 % interval of {effect} lies above 0 at each step, failed if it lies below at one"
-    found = [Interval.of(values) for values in steps]
-    verdict = worst([_above(interval, 0.0) for interval in found])
-    means = tuple(interval.mean for interval in found)
-    return Claim(name, prediction, rule, "; ".join(map(str, found)), verdict, means)
+    results = [Interval.of(values) for values in steps]
+    verdict = worst([_above(interval, 0.0) for interval in results])
+    means = tuple(interval.mean for interval in results)
+    return Claim(name, prediction, rule, "; ".join(map(str, results)), verdict, means)
 
 
 def every(name: str, prediction: str, effect: str, hits: Sequence[bool]) -> Claim:
@@ -154,13 +154,13 @@ class Series:
     @classmethod
     def of(cls, name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Series:
         """One point for each place in `x`, from its values by seed; a single seed has no bar."""
-        found = [Interval.of(seeds) for seeds in values]
+        results = [Interval.of(seeds) for seeds in values]
         return cls(
             name,
             tuple(x),
-            tuple(i.mean for i in found),
-            tuple(i.low if math.isfinite(i.low) else i.mean for i in found),
-            tuple(i.high if math.isfinite(i.high) else i.mean for i in found),
+            tuple(i.mean for i in results),
+            tuple(i.low if math.isfinite(i.low) else i.mean for i in results),
+            tuple(i.high if math.isfinite(i.high) else i.mean for i in results),
         )
 
 
@@ -191,11 +191,11 @@ def _known(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(value for value in values if not math.isnan(value))
 
 
-def _above(found: Interval, least: float) -> Verdict:
-    return HELD if found.low > least else FAILED if found.high < least else UNDECIDED
+def _above(result: Interval, least: float) -> Verdict:
+    return HELD if result.low > least else FAILED if result.high < least else UNDECIDED
 
 
-def _within(found: Interval, margin: float) -> Verdict:
-    if -margin < found.low and found.high < margin:
+def _within(result: Interval, margin: float) -> Verdict:
+    if -margin < result.low and result.high < margin:
         return HELD
-    return FAILED if found.low > margin or found.high < -margin else UNDECIDED
+    return FAILED if result.low > margin or result.high < -margin else UNDECIDED

@@ -246,9 +246,9 @@ def test_what_points_up_is_caught(house: Map, path: str, source: str, why: str) 
         ("evaluation/x.py", "from topograd.convert.chat import render"),
         (
             "optim/x.py",
-            "from topograd.geometry.factors import stream\nfrom topograd.errors import OptimError",
+            "from topograd.geometry.factors import reduce_batches\nfrom topograd.errors import OptimError",
         ),
-        ("training/x.py", "from topograd.geometry.factors import stream"),
+        ("training/x.py", "from topograd.geometry.factors import reduce_batches"),
         ("plugins.py", "A = 'topograd.cli.main:main'"),
     ],
 )

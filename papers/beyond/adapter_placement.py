@@ -99,26 +99,26 @@ SIZES = {
 TINY = Size(2, 32, 4, 2, 2, 2, 2, (3e-3,), (3e-2,), ("lora", "pissa", "safe", "named layers"), (0.5, 1.0))
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm on every model that is there."""
-    tiny, models = asked.preset == "tiny", folders(asked)
+    tiny, models = args.preset == "tiny", folders(args)
     rows: list[Row] = []
     todo = {name: TINY if tiny else SIZES[name] for name in models}
-    seeds = {name: asked.seeds if name == "reference" else 1 for name in models}
+    seeds = {name: args.seeds if name == "reference" else 1 for name in models}
     total = sum(seeds[name] * len(size.arms) for name, size in todo.items())
-    for (name, folder), steps in zip(models.items(), asked.parts("steps"), strict=False):
+    for (name, folder), steps in zip(models.items(), args.parts("steps"), strict=False):
         size = todo[name]
         study = _Placement(open_base(name, folder, size.length, size.old, size.heldout), size, steps)
         for arm in (arm for arm in ARMS if arm.name in size.arms):
             rate, *others = study.rates(arm)
             if others:
                 key = {"base": name, "arm": arm.name, "seed": TUNING}
-                rate = asked.kept.row(key, partial(study.tune, arm))["rate"]
+                rate = args.kept.row(key, partial(study.tune, arm))["rate"]
             for seed in range(seeds[name]):
                 key = {"base": name, "arm": arm.name, "seed": seed, "rate": rate}
-                found = asked.kept.row(key, partial(study.learn, arm, seed, rate))
-                rows.append({**key, **found})
-                asked.on_more(len(rows), total)
+                result = args.kept.row(key, partial(study.learn, arm, seed, rate))
+                rows.append({**key, **result})
+                args.on_more(len(rows), total)
     judged = [claim for name in models for claim in claims(name, rows)]
     return Result(
         setting=f"Models: {', '.join(models)}. Facts about invented people, learned through corrections of "
@@ -128,7 +128,7 @@ def run(asked: Asked) -> Result:
         findings=tuple(sentence for name in models for sentence in findings(name, rows)),
         drawing=drawing(rows, next(reversed(models))),
         claims=tuple(judged),
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
@@ -203,19 +203,19 @@ class _Placement:
         optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
         generator = torch.Generator().manual_seed(seed)
         stops = {0, *(max(1, round(share * self.steps)) for share in shares)} if shares else set()
-        found: Row = {"stops": sorted(stops), "new": [], "old": []}
+        result: Row = {"stops": sorted(stops), "new": [], "old": []}
         for step in range(self.steps + 1):
             if step in stops or step == self.steps:
-                found["new"].append(statistics.fmean(bits_per_byte(model, judge)))
+                result["new"].append(statistics.fmean(bits_per_byte(model, judge)))
             if step in stops:
-                found["old"].append(bits_per_byte(model, self.base.heldout))
+                result["old"].append(bits_per_byte(model, self.base.heldout))
             if step < self.steps:
                 rows = torch.randint(len(learn.inputs), (self.size.batch,), generator=generator)
                 loss = F.cross_entropy(model(learn.inputs[rows]).mT, learn.targets[rows])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        return found
+        return result
 
     def place(self, arm: Arm, seed: int) -> list[nn.Parameter]:
         """Give the model an arm's adapters; the parameters that learn."""

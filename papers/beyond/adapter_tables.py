@@ -28,8 +28,8 @@ def gain(row: Row) -> float:
 
 def of(rows: Sequence[Row], base: str, arm: str) -> list[Row]:
     """The rows of an arm, by seed."""
-    found = [row for row in rows if (row["base"], row["arm"]) == (base, arm)]
-    return sorted(found, key=lambda row: row["seed"])
+    results = [row for row in rows if (row["base"], row["arm"]) == (base, arm)]
+    return sorted(results, key=lambda row: row["seed"])
 
 
 def arms_of(rows: Sequence[Row], base: str) -> list[str]:
@@ -68,8 +68,8 @@ def forgetting_at(row: Row, bar: float) -> list[float]:
 
 def forgetting(rows: Sequence[Row], base: str, arm: str) -> list[float]:
     """At the level: a number for each seed, or for each window where there is one seed."""
-    found = [forgetting_at(row, level(rows, base, row["seed"])) for row in of(rows, base, arm)]
-    return found[0] if len(found) == 1 else [statistics.fmean(windows) for windows in found]
+    results = [forgetting_at(row, level(rows, base, row["seed"])) for row in of(rows, base, arm)]
+    return results[0] if len(results) == 1 else [statistics.fmean(windows) for windows in results]
 
 
 def claims(base: str, rows: Sequence[Row]) -> list[Claim]:
@@ -81,9 +81,9 @@ def claims(base: str, rows: Sequence[Row]) -> list[Claim]:
             name = f"{base}: {ours} forgets less than {other}"
             prediction = "Directions that the old text does not use can learn without forgetting."
             if not has_learned(rows, base, ours):
-                said = f"{ours} gains less than a quarter of what lora does"
+                message = f"{ours} gains less than a quarter of what lora does"
                 judged.append(
-                    Claim(name, prediction, "failed if it does not learn the new text", said, FAILED, ())
+                    Claim(name, prediction, "failed if it does not learn the new text", message, FAILED, ())
                 )
                 continue
             if not has_learned(rows, base, other):
@@ -98,14 +98,14 @@ def table(base: str, rows: Sequence[Row]) -> ResultTable:
     """One line for each arm: means over seeds."""
     lines = []
     for arm in arms_of(rows, base):
-        found = of(rows, base, arm)
-        old = [statistics.fmean(row["old"][-1]) - statistics.fmean(row["old"][0]) for row in found]
-        cells = [statistics.fmean(row["new"][-1] for row in found), statistics.fmean(old)]
+        result = of(rows, base, arm)
+        old = [statistics.fmean(row["old"][-1]) - statistics.fmean(row["old"][0]) for row in result]
+        cells = [statistics.fmean(row["new"][-1] for row in result), statistics.fmean(old)]
         at = "not learned"
         if has_learned(rows, base, arm):
             at = str(Interval.of(forgetting(rows, base, arm)))
-        parameters = f"{found[0]['parameters']:,}"
-        lines.append((arm, parameters, f"{found[0]['rate']:g}", *(f"{cell:.3f}" for cell in cells), at))
+        parameters = f"{result[0]['parameters']:,}"
+        lines.append((arm, parameters, f"{result[0]['rate']:g}", *(f"{cell:.3f}" for cell in cells), at))
     first = statistics.fmean(row["new"][0] for row in of(rows, base, "lora"))
     caption = f"{base}: bits per byte of the facts at the end (before: {first:.3f}), and of the old text "
     caption += "above the model before: at the end, and where all arms have learned alike"

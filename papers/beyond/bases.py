@@ -53,15 +53,15 @@ class Base:
     heldout: Windows
 
 
-def folders(asked: Asked) -> dict[str, Path]:
+def folders(args: Asked) -> dict[str, Path]:
     """The models that a study takes: at the preset small SmolLM2 too, where its wheel or its run is."""
-    found = {"reference": REFERENCE}
-    if asked.preset == "small" and asked.kept.file is not None:
-        place = asked.kept.file.parent / "specialists-work"
+    result = {"reference": REFERENCE}
+    if args.preset == "small" and args.kept.file is not None:
+        place = args.kept.file.parent / "specialists-work"
         place.mkdir(parents=True, exist_ok=True)
         if (folder := smollm2(place)) is not None:
-            found["smollm2"] = folder
-    return found
+            result["smollm2"] = folder
+    return result
 
 
 def open_base(name: str, folder: Path, length: int, train: int, heldout: int) -> Base:
@@ -92,5 +92,5 @@ def bits_per_byte(model: nn.Module, text: Windows, rows: int = 4) -> list[float]
     for inputs, targets in text.batches(rows):
         logits = model(inputs).float()
         nats.append(F.cross_entropy(logits.mT, targets, reduction="none").sum(1).double().cpu())
-    found: list[float] = (torch.cat(nats) / (math.log(2) * text.nbytes)).tolist()
-    return found
+    result: list[float] = (torch.cat(nats) / (math.log(2) * text.nbytes)).tolist()
+    return result

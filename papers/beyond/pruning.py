@@ -99,22 +99,22 @@ def cuts(name: str, tiny: bool) -> list[Cut]:
     return plain + repaired + anywhere + trained
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every cut of every model that is there."""
-    tiny = asked.preset == "tiny"
-    models = folders(asked)
+    tiny = args.preset == "tiny"
+    models = folders(args)
     total = sum(1 + len(cuts(name, tiny)) for name in models)
     rows: list[Row] = []
     for name, folder in models.items():
         size = TINY if tiny else SIZES[name]
-        study = _Pruning(open_base(name, folder, size.length, size.train, size.heldout), asked.steps)
-        whole = asked.kept.row({"base": name, "choice": "none"}, study.whole)
+        study = _Pruning(open_base(name, folder, size.length, size.train, size.heldout), args.steps)
+        whole = args.kept.row({"base": name, "choice": "none"}, study.whole)
         rows.append({"base": name, "choice": "none", "budget": 0.0, "way": "plain", "draw": 0, **whole})
-        asked.on_more(len(rows), total)
+        args.on_more(len(rows), total)
         for cut in cuts(name, tiny):
-            found = asked.kept.row({"base": name, **cut.key}, partial(study.read, cut))
-            rows.append({"base": name, **cut.key, **found})
-            asked.on_more(len(rows), total)
+            result = args.kept.row({"base": name, **cut.key}, partial(study.read, cut))
+            rows.append({"base": name, **cut.key, **result})
+            args.on_more(len(rows), total)
     judged = [claim for name in models for claim in claims(name, rows)]
     return Result(
         setting=f"Models: {', '.join(models)}. Hidden units of every MLP taken out, chosen on text of the "
@@ -156,8 +156,8 @@ class _Pruning:
             model: nn.Module = self.base.model
             if cut.way == "trained":
                 model = trained(self.base.model, self.base.train, self.steps)
-            found = bits_per_byte(model, self.base.heldout)
-        return {"bpb": found, "shares": [min(shares), max(shares)]}
+            result = bits_per_byte(model, self.base.heldout)
+        return {"bpb": result, "shares": [min(shares), max(shares)]}
 
     def removed(self, cut: Cut) -> dict[HiddenLayer, Tensor]:
         """The units of each layer that go."""
@@ -208,8 +208,8 @@ def _bpb(
 ) -> list[float] | None:
     """By window; the mean over draws."""
     named = (base, choice, budget, way)
-    found = [row["bpb"] for row in rows if (row["base"], row["choice"], row["budget"], row["way"]) == named]
-    return [statistics.fmean(window) for window in zip(*found, strict=True)] if found else None
+    results = [row["bpb"] for row in rows if (row["base"], row["choice"], row["budget"], row["way"]) == named]
+    return [statistics.fmean(window) for window in zip(*results, strict=True)] if results else None
 
 
 def _above(rows: Sequence[Row], base: str, one: str, other: str, budget: float, way: str) -> list[float]:
@@ -252,9 +252,9 @@ def table(base: str, rows: Sequence[Row]) -> ResultTable:
     lines = []
     for way in ("plain", "repaired", "any layer", "trained"):
         for choice in ("random", *SCORES):
-            found = [_bpb(rows, base, choice, budget, way) for budget in budgets]
-            if any(found):
-                cells = ["" if one is None else f"{statistics.fmean(one):.3f}" for one in found]
+            results = [_bpb(rows, base, choice, budget, way) for budget in budgets]
+            if any(results):
+                cells = ["" if one is None else f"{statistics.fmean(one):.3f}" for one in results]
                 lines.append((f"{choice}, {way}" if way != "plain" else choice, *cells))
     caption = f"{base}: bits per byte on held-out text without a share of the units; whole "
     caption += f"{statistics.fmean(whole):.3f}"
@@ -264,16 +264,16 @@ def table(base: str, rows: Sequence[Row]) -> ResultTable:
 def findings(base: str, rows: Sequence[Row]) -> list[str]:
     """The least cost of all, and what it saves that layers lose unlike shares."""
     budgets = _budgets(rows, base)
-    said = []
+    sentences = []
     for way in ("plain", "repaired"):
         best = []
         for budget in budgets:
             means = {}
             for choice in ("random", *SCORES):
-                if (found := _bpb(rows, base, choice, budget, way)) is not None:
-                    means[choice] = statistics.fmean(found)
+                if (result := _bpb(rows, base, choice, budget, way)) is not None:
+                    means[choice] = statistics.fmean(result)
             best.append(f"{min(means, key=lambda name: means[name])} at {budget:.0%}")
-        said.append(f"{base}, {way}: least bits per byte with {', '.join(best)}.")
+        sentences.append(f"{base}, {way}: least bits per byte with {', '.join(best)}.")
     for choice in ANY_LAYER:
         won = []
         for budget in budgets:
@@ -281,11 +281,11 @@ def findings(base: str, rows: Sequence[Row]) -> list[str]:
             if costs[0] is not None and costs[1] is not None:
                 won.append(str(Interval.of([a - b for a, b in zip(costs[0], costs[1], strict=True)])))
         if won:
-            said.append(
+            sentences.append(
                 f"{base}: {choice} from any layer saves {', '.join(won)} over {choice} layer by layer, "
                 f"at {_listed(budgets)}."
             )
-    return said
+    return sentences
 
 
 def drawing(rows: Sequence[Row], base: str) -> Drawing:
@@ -294,8 +294,8 @@ def drawing(rows: Sequence[Row], base: str) -> Drawing:
     assert whole is not None, "the whole model was measured"
     series = []
     for choice in ("random", *SCORES):
-        found = [_bpb(rows, base, choice, budget) for budget in budgets]
-        costs = [[a - b for a, b in zip(one, whole, strict=True)] for one in found if one is not None]
+        results = [_bpb(rows, base, choice, budget) for budget in budgets]
+        costs = [[a - b for a, b in zip(one, whole, strict=True)] for one in results if one is not None]
         series.append(Series.of(choice, budgets, costs))
     return Drawing(f"{base}: units taken out", "share of units", "more bits per byte", tuple(series))
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch, gram, stream
+from topograd.geometry.factors import Batch, gram, reduce_batches
 from topograd.geometry.layers import Call
 from topograd.geometry.losses import Fisher, loss_named
 
@@ -74,15 +74,17 @@ class UnitReading:
 
 def hidden_layers(model: nn.Module) -> list[HiddenLayer]:
     """Every module with linear maps `up` and `down`, and perhaps `gate`, in the order of the model."""
-    found = []
+    results = []
     for name, module in model.named_modules():
         maps = {part: getattr(module, part, None) for part in ("gate", "up", "down")}
         if isinstance(maps["up"], nn.Linear) and isinstance(maps["down"], nn.Linear):
             into = tuple(f"{name}.{part}" for part in ("gate", "up") if isinstance(maps[part], nn.Linear))
-            found.append(HiddenLayer(f"{name}.down", into))
-    if not found:
-        raise GeometryError("the model has no module with linear maps called up and down: it has no units")
-    return found
+            results.append(HiddenLayer(f"{name}.down", into))
+    if not results:
+        raise GeometryError(
+            "the model has no module with linear maps called up and down: it has no units", setting="model"
+        )
+    return results
 
 
 def read_units(
@@ -94,9 +96,16 @@ def read_units(
 ) -> dict[str, UnitReading]:
     """The readings of hidden layers under cross-entropy, by the name of their outer map."""
     if fisher == "expected":
-        raise GeometryError("fisher is 'expected'", remedy="units are read with 'monte-carlo' or 'empirical'")
+        raise GeometryError(
+            "fisher is 'expected'",
+            setting="fisher",
+            given=fisher,
+            remedy="units are read with 'monte-carlo' or 'empirical'",
+        )
     sums = _UnitSums({layer.out: _linear(model, layer.out).weight.detach() for layer in layers})
-    _, samples = stream(model, batches, sums, loss_named("cross-entropy"), fisher, generator=generator)
+    _, samples = reduce_batches(
+        model, batches, sums, loss_named("cross-entropy"), fisher, generator=generator
+    )
     return {layer.out: sums.reading(layer.out, samples) for layer in layers}
 
 
@@ -202,13 +211,18 @@ def _shrink(model: nn.Module, layer: HiddenLayer, units: Tensor, reading: UnitRe
     mask = torch.ones(W.shape[1], dtype=torch.bool, device=W.device)
     mask[units.to(W.device)] = False
     if not mask.any():
-        raise GeometryError(f"{layer.out} would keep no unit of {len(mask)}", remedy="remove fewer")
-    kept = W[:, mask]
+        raise GeometryError(
+            f"{layer.out} would keep no unit of {len(mask)}",
+            setting="mask",
+            given=layer.out,
+            remedy="remove fewer",
+        )
+    retained = W[:, mask]
     if reading is not None and not mask.all():
         A = _ridged(reading.A)
         known = torch.linalg.solve(A[mask][:, mask], A[mask][:, ~mask])
-        kept = kept + W[:, ~mask] @ known.T.to(W)
-    _place(model, layer.out, nn.Parameter(kept, W.requires_grad), outer.bias)
+        retained = retained + W[:, ~mask] @ known.T.to(W)
+    _place(model, layer.out, nn.Parameter(retained, W.requires_grad), outer.bias)
     for name in layer.into:
         inner = _linear(model, name)
         bias = None if inner.bias is None else nn.Parameter(inner.bias[mask], inner.bias.requires_grad)
@@ -228,9 +242,12 @@ def _ridged(A: Tensor) -> Tensor:
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:
-    found = model.get_submodule(name)
-    if not isinstance(found, nn.Linear):
+    result = model.get_submodule(name)
+    if not isinstance(result, nn.Linear):
         raise GeometryError(
-            f"{name} is a {type(found).__name__}", remedy="its units are read where it is a Linear"
+            f"{name} is a {type(result).__name__}",
+            setting="model",
+            given=name,
+            remedy="its units are read where it is a Linear",
         )
-    return found
+    return result

@@ -180,8 +180,9 @@ def _fit(x: Tensor, y: Tensor) -> tuple[float | None, float | None]:
 
 def diagonal(variants: Sequence[Variant] | None = None, steps: int = 20_000, seeds: int = 3) -> list[Row]:
     """Cell B: how many inactive pairs of w = u² - v² come to have a member below 1e-12, over the seeds."""
-    if steps < 1 or seeds < 1:
-        raise OptimError(f"steps {steps} and seeds {seeds} must be at least 1")
+    for name, count in (("steps", steps), ("seeds", seeds)):
+        if count < 1:
+            raise OptimError(setting=name, given=count, allowed="at least 1")
     if variants is None:
         variants = floors((1e-8, 1e-4, 1e-2, 1.0), 1e-3) + dials((1.0, 0.5, 0.0), 1e-3, SIGN_LR)
         variants += signs((0.9, 0.99), SIGN_LR)

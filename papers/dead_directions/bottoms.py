@@ -95,10 +95,10 @@ class BottomReading:
         return None if self.refused is not None or chosen is None else chosen.rate
 
     def __str__(self) -> str:
-        said = f"no rate: {self.refused}" if self.rate is None else str(self.rate)
+        message = f"no rate: {self.refused}" if self.rate is None else str(self.rate)
         floor = self.selection.count("floor")
         predicted = f"{self.selection.predicted:g} predicted"
-        return f"{self.layer}: {said} [{predicted}; {self.conditions}; {floor} ranks at the floor]"
+        return f"{self.layer}: {message} [{predicted}; {self.conditions}; {floor} ranks at the floor]"
 
 
 class BottomMonitor:
@@ -106,7 +106,9 @@ class BottomMonitor:
 
     def __init__(self, ranks: int = 4) -> None:
         if ranks < 1:
-            raise GeometryError(f"{ranks} ranks were asked for", remedy="keep at least 1")
+            raise GeometryError(
+                f"{ranks} ranks were asked for", setting="ranks", given=ranks, remedy="keep at least 1"
+            )
         self._ranks = ranks
         self._t: list[float] = []
         self._spectra: dict[str, list[Tensor]] = {}
@@ -114,14 +116,19 @@ class BottomMonitor:
     def record(self, t: float, factors: Mapping[str, HasG]) -> None:
         """Keep the eigenvalues of every layer's G at the coordinate t."""
         if not (math.isfinite(t) and t > 0):
-            raise GeometryError(f"t is {t}: give a positive number, such as loss^(1/2L)")
+            raise GeometryError(
+                f"t is {t}: give a positive number, such as loss^(1/2L)", setting="t", given=t
+            )
         if self._t and factors.keys() != self._spectra.keys():
             other = sorted(factors.keys() ^ self._spectra.keys())
             raise GeometryError(
-                f"the layers changed: {', '.join(other)}", remedy="record the same ones each time"
+                f"the layers changed: {', '.join(other)}",
+                setting="factors",
+                given=other,
+                remedy="record the same ones each time",
             )
-        kept = {name: self._ends(name, layer.G) for name, layer in factors.items()}
-        for name, values in kept.items():
+        retained = {name: self._ends(name, layer.G) for name, layer in factors.items()}
+        for name, values in retained.items():
             self._spectra.setdefault(name, []).append(values)
         self._t.append(t)
 
@@ -131,7 +138,10 @@ class BottomMonitor:
         if unknown or not predicted:
             known = ", ".join(self._spectra) or "none"
             raise GeometryError(
-                f"exponents for {unknown or 'no layer'} were given", remedy=f"recorded layers: {known}"
+                f"exponents for {unknown or 'no layer'} were given",
+                setting="predicted",
+                given=unknown,
+                remedy=f"recorded layers: {known}",
             )
         return {name: self._read(name, exponent, conditions) for name, exponent in predicted.items()}
 
@@ -149,7 +159,9 @@ class BottomMonitor:
     def _ends(self, name: str, factor: Tensor) -> Tensor:
         """The smallest eigenvalues and the largest, ascending, on the CPU: a few numbers."""
         if not factor.isfinite().all():
-            raise GeometryError(f"G of {name} is not finite", remedy="look at its gradients")
+            raise GeometryError(
+                f"G of {name} is not finite", setting="factors", given=name, remedy="look at its gradients"
+            )
         values = torch.linalg.eigvalsh(factor.detach().double()).clamp(min=0).cpu()
         return torch.cat((values[: min(self._ranks, len(values) - 1)], values[-1:]))
 

@@ -16,8 +16,8 @@ loss would hide this.
 Variations of a linear chain of three layers, SGD, squared error: activation (relu, gelu, tanh), optimizer
 (momentum, Adam, AdamW, Muon), norm (LayerNorm, RMSNorm), loss (cross-entropy), residual (each layer, a
 block), depth (2, 4, 6, 8, 12, 20, 32), t_0 (half and twice). With the chain itself these are 22. The paper
-also names Shampoo and K-FAC, which torch does not have. DDCMomentum and DDCAdam, this also with a larger ε,
-come on top.
+also names Shampoo and K-FAC, which are in `shampoo.py` and `kfac.py` and not run here. DDCMomentum and
+DDCAdam, this also with a larger ε, come on top.
 
 Symbols and shapes. S seeds, n = SAMPLES, d = WIDTH, float64. W_l (S, d, d), inputs (S, n, d): seeds run side
 by side. Budgets are alike in the speed of the descent dt/ds = -t^{2L-1}: t_0^{2L-2} is the same for all L,
@@ -95,7 +95,7 @@ class Variation:
     @property
     def predicted(self) -> float | None:
         """The slope of G_1 by the rules."""
-        return next(found.slope for found in predict(self.chain) if found.node == "G_1")
+        return next(result.slope for result in predict(self.chain) if result.node == "G_1")
 
     @property
     def start(self) -> float:
@@ -107,18 +107,18 @@ def variations() -> list[Variation]:
     """The chain itself and 24 changes, each alone."""
     plain = Chain(3, WIDTH)
     every_layer, block = replace(plain, skips=((0, 1), (1, 2), (2, 3))), replace(plain, skips=((1, 3),))
-    found = [Variation("linear, SGD, squared error")]
-    found += [Variation(name, replace(plain, activation=name)) for name in ("relu", "gelu", "tanh")]
-    found += [Variation(name, optimizer=name) for name in OPTIMIZERS if name != "SGD"]
-    found += [Variation(name, replace(plain, norm=name, norm_at=(2,))) for name in ("layernorm", "rmsnorm")]
-    found.append(Variation("cross-entropy", replace(plain, loss="cross-entropy")))
-    found.append(
+    results = [Variation("linear, SGD, squared error")]
+    results += [Variation(name, replace(plain, activation=name)) for name in ("relu", "gelu", "tanh")]
+    results += [Variation(name, optimizer=name) for name in OPTIMIZERS if name != "SGD"]
+    results += [Variation(name, replace(plain, norm=name, norm_at=(2,))) for name in ("layernorm", "rmsnorm")]
+    results.append(Variation("cross-entropy", replace(plain, loss="cross-entropy")))
+    results.append(
         Variation("residual, each layer", every_layer, slower=16)
     )  # live outputs are 2³ times inputs
-    found.append(Variation("residual, a block", block, slower=2))
-    found += [Variation(f"{depth} layers", Chain(depth, WIDTH)) for depth in (2, 4, 6, 8, 12, 20, 32)]
-    found += [Variation(f"start × {scale:g}", scale=scale) for scale in (0.5, 2.0)]
-    return found
+    results.append(Variation("residual, a block", block, slower=2))
+    results += [Variation(f"{depth} layers", Chain(depth, WIDTH)) for depth in (2, 4, 6, 8, 12, 20, 32)]
+    results += [Variation(f"start × {scale:g}", scale=scale) for scale in (0.5, 2.0)]
+    return results
 
 
 def run_chain(chain: Chain, weights: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,11 +207,11 @@ def descend(variation: Variation, seeds: int, steps: int = STEPS) -> list[Moment
 
 def rates(moments: Sequence[Moment], depth: int) -> list[Rate]:
     """One fit for each seed; the largest alignment error of all moments goes with it."""
-    found = []
+    results = []
     for seed in range(len(moments[0].t)):
         series = {float(moment.t[seed]): float(moment.G[seed]) for moment in moments if moment.t[seed] > 0}
         error = max(float(moment.error[seed]) for moment in moments)
-        found.append(
+        results.append(
             fit_rate(
                 list(series),
                 list(series.values()),
@@ -221,33 +221,33 @@ def rates(moments: Sequence[Moment], depth: int) -> list[Rate]:
                 depth=depth,
             )
         )
-    return found
+    return results
 
 
 def slopes_on_the_way(moments: Sequence[Moment]) -> list[float]:
     """The slope over the last half of the readings, seed by seed; a seed whose dead entry is 0 has nan."""
     late = moments[len(moments) // 2 :]
-    found = []
+    results = []
     for seed in range(len(late[0].t)):
         series = {float(m.t[seed]): float(m.G[seed]) for m in late if m.t[seed] > 0 and m.G[seed] > 0}
-        found.append(local_slope(list(series), list(series.values())) if len(series) > 1 else math.nan)
-    return found
+        results.append(local_slope(list(series), list(series.values())) if len(series) > 1 else math.nan)
+    return results
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every variation; with the preset tiny, three of them for some steps."""
-    every, steps, seeds = variations(), asked.steps, asked.seeds
-    if asked.preset == "tiny":
+    every, steps, seeds = variations(), args.steps, args.seeds
+    if args.preset == "tiny":
         every = every[:3]
     rows: list[Row] = []
     for variation in every:
-        sized = replace(variation, chain=replace(variation.chain, width=asked.width))
+        sized = replace(variation, chain=replace(variation.chain, width=args.width))
         key = {"name": variation.name, "seeds": seeds}
-        rows.append(asked.kept.row(key, partial(descended, sized, seeds, steps)))
-        asked.on_more(len(rows), len(every))
+        rows.append(args.kept.row(key, partial(descended, sized, seeds, steps)))
+        args.on_more(len(rows), len(every))
     return Result(
         setting=(
-            f"Chains of width {asked.width} that start on the canonical approach to a singularity and learn "
+            f"Chains of width {args.width} that start on the canonical approach to a singularity and learn "
             f"from {SAMPLES} samples for {steps} steps."
         ),
         rows=rows,

@@ -88,8 +88,8 @@ def peers_table(answer: Mapping[str, Any]) -> Table:
     for column in ("gauge", *(part for name in names for part in (name, "drift"))):
         table.add_column(column, justify="left" if column == "gauge" else "right", no_wrap=column != "gauge")
     for row in answer["gauges"]:
-        found = [row["peers"][name] for name in names]
-        table.add_row(row["name"], *(f"{peer[key]:.0e}" for peer in found for key in ("residual", "drift")))
+        results = [row["peers"][name] for name in names]
+        table.add_row(row["name"], *(f"{peer[key]:.0e}" for peer in results for key in ("residual", "drift")))
     return table
 
 

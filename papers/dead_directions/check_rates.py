@@ -42,8 +42,8 @@ class Catalogue:
             if not cell.ok:
                 note(f"not as predicted: {cell.name}: {cell.predicted} predicted, {cell.measured} measured")
 
-        found = catalogue(seed=self.seed, on_cell=on_cell)
-        return {"cells": [asdict(cell) for cell in found], "seconds": time.perf_counter() - began}
+        result = catalogue(seed=self.seed, on_cell=on_cell)
+        return {"cells": [asdict(cell) for cell in result], "seconds": time.perf_counter() - began}
 
     def tables(self, answer: Mapping[str, Any]) -> list[Table]:
         return [catalogue_table(answer)]

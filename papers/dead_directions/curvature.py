@@ -48,13 +48,16 @@ def sectional_curvature(embedding: Embedding, point: Tensor, plane: Tensor) -> T
     """
     if plane.shape != (2, *point.shape) or point.dim() != 1:
         raise GeometryError(
-            f"a plane of shape {tuple(plane.shape)} at a point {tuple(point.shape)}: give two rows of d"
+            f"a plane of shape {tuple(plane.shape)} at a point {tuple(point.shape)}: give two rows of d",
+            setting="plane",
+            given=tuple(plane.shape),
         )
     tangents = jacfwd(embedding)(point)  # (m, d)
     sizes = torch.linalg.vector_norm(tangents, dim=0)
     if not (sizes > 0).all():
         raise GeometryError(
-            "the Fisher vanishes along a coordinate here: approach the singular point, not at it"
+            "the Fisher vanishes along a coordinate here: approach the singular point, not at it",
+            setting="point",
         )
     v, e = _normed(tangents, plane)
     basis = torch.linalg.qr(tangents / sizes).Q
@@ -62,7 +65,8 @@ def sectional_curvature(embedding: Embedding, point: Tensor, plane: Tensor) -> T
     cosine = (tangents @ v) @ (tangents @ e)  # v and e are unit in the Fisher metric
     if not 1 - cosine**2 > FLAT:
         raise GeometryError(
-            "the plane's two directions are one to the Fisher metric here: choose another plane"
+            "the plane's two directions are one to the Fisher metric here: choose another plane",
+            setting="plane",
         )
     return (vv @ ee - ve @ ve) / (1 - cosine**2)
 
@@ -82,7 +86,10 @@ def volume_exponents(k: int) -> tuple[float, float]:
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 2:
         raise GeometryError(
-            f"the KL order is {k!r}: curvature stays bounded below k = 2", remedy="give 2 or more"
+            f"the KL order is {k!r}: curvature stays bounded below k = 2",
+            setting="k",
+            given=k,
+            remedy="give 2 or more",
         )
     return -k / (2 * k - 2), -1 / (2 * k - 2)
 
@@ -92,7 +99,8 @@ def _normed(tangents: Tensor, plane: Tensor) -> Tensor:
     lengths = torch.linalg.vector_norm(tangents @ plane.T, dim=0)
     if not (lengths > 0).all():
         raise GeometryError(
-            "a direction of the plane has no length in the Fisher metric: choose another plane"
+            "a direction of the plane has no length in the Fisher metric: choose another plane",
+            setting="plane",
         )
     return plane / lengths[:, None]
 

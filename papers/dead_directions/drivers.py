@@ -54,12 +54,20 @@ class _Driver(Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move every parameter that has a gradient."""
         if closure is not None:
-            raise OptimError(f"{type(self).__name__} takes no closure", remedy="call backward before step()")
+            raise OptimError(
+                f"{type(self).__name__} takes no closure",
+                setting="closure",
+                remedy="call backward before step()",
+            )
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in parameters]
             if any(gradient.is_sparse for gradient in gradients):
-                raise OptimError(f"{type(self).__name__} takes no sparse gradients", remedy="use dense ones")
+                raise OptimError(
+                    f"{type(self).__name__} takes no sparse gradients",
+                    setting="params",
+                    remedy="use dense ones",
+                )
             if parameters:
                 moves = self._direction(parameters, gradients, group)
                 torch._foreach_add_(parameters, moves, alpha=-group["lr"])
@@ -83,8 +91,10 @@ class ParametricEpsFloor(_Driver):
     """
 
     def __init__(self, params: ParamsT, lr: float, eps: float = 1e-8, beta: float = 0.999) -> None:
-        if not eps >= 0 or not 0 <= beta < 1:
-            raise OptimError(f"eps {eps} must be at least 0 and beta {beta} in [0, 1)")
+        if not eps >= 0:
+            raise OptimError(setting="eps", given=eps, allowed="at least 0")
+        if not 0 <= beta < 1:
+            raise OptimError(setting="beta", given=beta, allowed="in [0, 1)")
         super().__init__(params, lr, eps=eps, beta=beta)
 
     def _direction(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> Any:

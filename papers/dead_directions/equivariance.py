@@ -79,11 +79,11 @@ class StageHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of all stages: (samples · stages, classes)."""
-        said = []
+        sentences = []
         for layer, stage in zip(self.layers, self.stages, strict=True):
             x = torch.tanh(layer(x))
-            said.append(F.linear(x, self.shared.weight + stage.get_parameter("weight")))
-        return torch.cat(said)
+            sentences.append(F.linear(x, self.shared.weight + stage.get_parameter("weight")))
+        return torch.cat(sentences)
 
 
 @dataclass(frozen=True)

@@ -65,15 +65,23 @@ def leading_ratio(
     """
     if t.dim() != 1 or not t.shape == fisher.shape == kl.shape:
         raise GeometryError(
-            f"t {tuple(t.shape)}, Fisher {tuple(fisher.shape)}, K {tuple(kl.shape)}: give as many of each"
+            f"t {tuple(t.shape)}, Fisher {tuple(fisher.shape)}, K {tuple(kl.shape)}: give as many of each",
+            setting="t",
+            given=tuple(t.shape),
         )
     low, high = window if window is not None else (0.0, math.inf)
     inside = (t >= low * (1 - 1e-9)) & (t <= high * (1 + 1e-9))
     t, fisher, kl = t[inside], fisher[inside], kl[inside]
     if len(t) == 0:
-        raise GeometryError(f"no t lies in [{low}, {high}]: give a window that holds some")
+        raise GeometryError(
+            f"no t lies in [{low}, {high}]: give a window that holds some",
+            setting="window",
+            given=(low, high),
+        )
     if not (torch.isfinite(kl) & (kl > 0) & torch.isfinite(fisher) & (t > 0)).all():
-        raise GeometryError("Fisher or K is not finite, or K or t not above 0: the ratio has no limit there")
+        raise GeometryError(
+            "Fisher or K is not finite, or K or t not above 0: the ratio has no limit there", setting="kl"
+        )
     ratio = fisher * t.square() / kl
     spread = float(ratio.max() - ratio.min())
     return LeadingRatio(float(ratio[t.argmin()]), spread, (float(t.min()), float(t.max())))
@@ -82,7 +90,7 @@ def leading_ratio(
 def ratio_of_order(order: int) -> int:
     """2k²."""
     if order < 1:
-        raise GeometryError(f"a KL order of {order}: give 1 or more")
+        raise GeometryError(f"a KL order of {order}: give 1 or more", setting="order", given=order)
     return 2 * order**2
 
 
@@ -122,6 +130,8 @@ def mixture_next_ratio(weight: float) -> float:
     if abs(1 - 8 * m2) < POLE:
         raise GeometryError(
             f"a weight of {weight}: the next coefficient of K vanishes at π = 0.1464, so there is no ratio",
+            setting="weight",
+            given=weight,
             remedy="read the two coefficients of `mixture_moments`",
         )
     return (18 - 120 * m2) / (1 - 8 * m2)
@@ -136,7 +146,9 @@ def next_coefficient(t: Tensor, values: Tensor, power: int, leading: float) -> f
     """
     if t.dim() != 1 or t.shape != values.shape or len(t) < 3:
         raise GeometryError(
-            f"{tuple(values.shape)} values at {tuple(t.shape)} points t: give as many of each, 3 or more"
+            f"{tuple(values.shape)} values at {tuple(t.shape)} points t: give as many of each, 3 or more",
+            setting="values",
+            given=tuple(values.shape),
         )
     rest = (values / t**power - leading) / t.square()
     columns = torch.stack((torch.ones_like(t), t.square()), dim=1)
@@ -145,5 +157,5 @@ def next_coefficient(t: Tensor, values: Tensor, power: int, leading: float) -> f
 
 def _spread_of_weights(weight: float) -> float:
     if not 0 < weight < 1:
-        raise GeometryError(f"a weight of {weight}: give one between 0 and 1")
+        raise GeometryError(f"a weight of {weight}: give one between 0 and 1", setting="weight", given=weight)
     return weight * (1 - weight)

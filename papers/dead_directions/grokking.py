@@ -114,31 +114,31 @@ class SumStream(nn.Module):
         return logits
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm with every seed."""
-    check_seeds(asked.seeds)
+    check_seeds(args.seeds)
     rows: list[Row] = []
-    total, sampling = len(ARMS) * asked.seeds, TINY if asked.preset == "tiny" else SAMPLING
-    for seed in range(asked.seeds):
+    total, sampling = len(ARMS) * args.seeds, TINY if args.preset == "tiny" else SAMPLING
+    for seed in range(args.seeds):
         for arm in ARMS:
             key = {"arm": arm.name, "seed": seed}
-            train = partial(trained, arm, seed, asked.steps, asked.width, sampling)
-            rows.append(asked.kept.row(key, train))
-            asked.on_more(len(rows), total)
-    said = spoken(rows)
-    judged = claims(rows, said)
+            train = partial(trained, arm, seed, args.steps, args.width, sampling)
+            rows.append(args.kept.row(key, train))
+            args.on_more(len(rows), total)
+    message = spoken(rows)
+    judged = claims(rows, message)
     return Result(
         setting=(
-            f"(a + b) mod {MODULUS} by a residual network of width {asked.width}, AdamW at {RATE:g}, full "
-            f"batch, {asked.steps} steps in float64. "
+            f"(a + b) mod {MODULUS} by a residual network of width {args.width}, AdamW at {RATE:g}, full "
+            f"batch, {args.steps} steps in float64. "
             + " ".join(f"{arm.name}: {arm.share:.0%} of the pairs, decay {arm.decay:g}." for arm in ARMS)
         ),
         rows=rows,
-        tables=(phase_table(rows), event_table(rows, said)),
+        tables=(phase_table(rows), event_table(rows, message)),
         findings=findings(rows, judged),
         claims=judged,
-        seeds=asked.seeds,
-        record={"signals": SIGNALS, "marks": marks(rows, said)},
+        seeds=args.seeds,
+        record={"signals": SIGNALS, "marks": marks(rows, message)},
     )
 
 
@@ -181,9 +181,9 @@ def _read(model: SumStream, task: Task, reader: SeriesReader, step: int) -> dict
 
 
 def _coefficient(model: SumStream, probe: Batch, sampling: Langevin) -> dict[str, Any]:
-    found = learning_coefficient(model, "cross-entropy", probe, sampling)
+    result = learning_coefficient(model, "cross-entropy", probe, sampling)
     names = ("interval", "calibrated", "reason", "virial")
-    return {"coefficient": found.value, **{name: getattr(found, name) for name in names}}
+    return {"coefficient": result.value, **{name: getattr(result, name) for name in names}}
 
 
 @torch.no_grad()

@@ -175,8 +175,8 @@ def lead_panel(courses: Sequence[Course], signals: Mapping[str, str]) -> Panel:
                 color=drawn.colour,
                 label=words if place == 0 else None,
             )
-            said = ", ".join("none" if value is None else f"{value:+.0f}" for value in leads)
-            cells.append((signals[signal], words, said))
+            message = ", ".join("none" if value is None else f"{value:+.0f}" for value in leads)
+            cells.append((signals[signal], words, message))
     axes.axvline(0, color=MUTED, linewidth=1)
     axes.set_yticks(range(len(names)), [signals[name] for name in names])
     axes.set_ylim(-0.5, len(names) - 0.5)

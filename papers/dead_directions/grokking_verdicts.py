@@ -32,7 +32,7 @@ from typing import Any
 from papers.outcome import ResultTable, Row
 from papers.verdicts import Claim, above, every, within
 from topograd.geometry.monitors.phase import read_phase
-from topograd.geometry.series import LEAST, change_points
+from topograd.geometry.series import MIN_SIDE, change_points
 
 DECAY, NO_DECAY, ALL_PAIRS = "decay", "no decay", "all pairs"
 CONTROLS = (NO_DECAY, ALL_PAIRS)
@@ -118,12 +118,12 @@ def warned(points: Sequence[Point], signal: str) -> Warned:
     known = [] if start is None else [(p["step"], value_of(p, signal)) for p in points[start:]]
     pairs = [(step, value) for step, value in known if value is not None]
     steps, values = [step for step, _ in pairs], [value for _, value in pairs]
-    found = change_points(signal, steps, values)
-    return Warned(found[0].step if found else None, _seen(steps, values), turn(steps, values))
+    result = change_points(signal, steps, values)
+    return Warned(result[0].step if result else None, _seen(steps, values), turn(steps, values))
 
 
 def _seen(steps: Sequence[int], values: Sequence[float]) -> int | None:
-    for i in range(2 * LEAST, len(steps) + 1):
+    for i in range(2 * MIN_SIDE, len(steps) + 1):
         if change_points("", steps[:i], values[:i]):
             return steps[i - 1]
     return None
@@ -167,7 +167,7 @@ def spoken(rows: Sequence[Mapping[str, Any]]) -> Spoken:
     }
 
 
-def marks(rows: Sequence[Mapping[str, Any]], said: Spoken) -> list[Row]:
+def marks(rows: Sequence[Mapping[str, Any]], message: Spoken) -> list[Row]:
     """What figures need of each training, as plain numbers: its fall, and each signal's values and events."""
     return [
         {
@@ -176,7 +176,7 @@ def marks(rows: Sequence[Mapping[str, Any]], said: Spoken) -> list[Row]:
             "fitted": fitted(row["points"]) is not None,
             "fall": None if (place := fall(row["points"])) is None else row["points"][place]["step"],
             "signals": {
-                signal: asdict(said[row["arm"], row["seed"], signal])
+                signal: asdict(message[row["arm"], row["seed"], signal])
                 | {"values": [value_of(point, signal) for point in row["points"]]}
                 for signal in SIGNALS
             },
@@ -185,9 +185,9 @@ def marks(rows: Sequence[Mapping[str, Any]], said: Spoken) -> list[Row]:
     ]
 
 
-def claims(rows: Sequence[Row], said: Spoken) -> tuple[Claim, ...]:
+def claims(rows: Sequence[Row], message: Spoken) -> tuple[Claim, ...]:
     """Everything that is judged."""
-    return (*_course(rows), *_coefficients(rows, said), *_fisher(rows), *_warnings(rows, said))
+    return (*_course(rows), *_coefficients(rows, message), *_fisher(rows), *_warnings(rows, message))
 
 
 def _course(rows: Sequence[Row]) -> list[Claim]:
@@ -247,15 +247,15 @@ def fallen(points: Sequence[Point]) -> float:
     """By how much log λ̂ fell from the first calibrated reading from m on to the last."""
     start = fitted(points)
     known = [] if start is None else [value_of(point, "coefficient") for point in points[start:]]
-    kept = [value for value in known if value is not None]
-    return math.log(kept[0] / kept[-1]) if len(kept) > 1 else math.nan
+    retained = [value for value in known if value is not None]
+    return math.log(retained[0] / retained[-1]) if len(retained) > 1 else math.nan
 
 
-def _coefficients(rows: Sequence[Row], said: Spoken) -> list[Claim]:
+def _coefficients(rows: Sequence[Row], message: Spoken) -> list[Claim]:
     runs, plain = points_of(rows, DECAY), points_of(rows, NO_DECAY)
     apart = []
     for seed in runs:
-        one, other = (said[DECAY, seed, signal].at for signal in ("coefficient", "sigma"))
+        one, other = (message[DECAY, seed, signal].at for signal in ("coefficient", "sigma"))
         apart.append(math.nan if one is None or other is None else float(one - other))
     return [
         above(
@@ -319,18 +319,18 @@ def _slope(points: Sequence[Point]) -> float:
     return float(statistics.linear_regression([x for x, _ in pairs], [y for _, y in pairs]).slope)
 
 
-def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
+def _warnings(rows: Sequence[Row], message: Spoken) -> list[Claim]:
     """For every signal: does it speak before the fall, and only then?"""
     falling = {seed: run for seed, run in points_of(rows, DECAY).items() if fall(run) is not None}
-    found = []
+    results = []
     for signal, words in SIGNALS.items():
         for name, field in (("change point", "seen"), ("turn", "turn")):
             hits = []
             for seed, run in falling.items():
-                ahead = lead(run, getattr(said[DECAY, seed, signal], field)) > 0
-                false = any(getattr(said[arm, seed, signal], field) is not None for arm in CONTROLS)
+                ahead = lead(run, getattr(message[DECAY, seed, signal], field)) > 0
+                false = any(getattr(message[arm, seed, signal], field) is not None for arm in CONTROLS)
                 hits.append(ahead and not false)
-            found.append(
+            results.append(
                 every(
                     f"a {name} of {words} warns",
                     "it comes before the fall of the test loss, and only where it falls",
@@ -338,20 +338,20 @@ def _warnings(rows: Sequence[Row], said: Spoken) -> list[Claim]:
                     hits,
                 )
             )
-    return found
+    return results
 
 
-def event_table(rows: Sequence[Row], said: Spoken) -> ResultTable:
+def event_table(rows: Sequence[Row], message: Spoken) -> ResultTable:
     """Lead times of every signal, and false alarms of the controls."""
     runs = points_of(rows, DECAY)
     cells = []
     for signal, words in SIGNALS.items():
         parts = [
-            _steps([lead(run, getattr(said[DECAY, seed, signal], field)) for seed, run in runs.items()])
+            _steps([lead(run, getattr(message[DECAY, seed, signal], field)) for seed, run in runs.items()])
             for field in ("at", "seen", "turn")
         ]
         for arm in CONTROLS:
-            other = [said[arm, seed, signal] for seed in points_of(rows, arm)]
+            other = [message[arm, seed, signal] for seed in points_of(rows, arm)]
             seen, turned = (sum(getattr(o, f) is not None for o in other) for f in ("seen", "turn"))
             parts.append(f"{seen} and {turned} of {len(other)}")
         cells.append((words, *parts))
@@ -402,15 +402,15 @@ def findings(rows: Sequence[Row], judged: Sequence[Claim]) -> tuple[str, ...]:
     runs = list(points_of(rows, DECAY).values())
     sampled = [p for row in rows for p in row["points"] if p["coefficient"] is not None]
     refused = [p["reason"] for p in sampled if not p["calibrated"]]
-    said = [
+    sentences = [
         f"{sum(map(groks, runs))} of {len(runs)} trainings with decay grok, and "
         f"{sum(groks(run) for arm in CONTROLS for run in points_of(rows, arm).values())} of the controls.",
         f"λ̂ was refused at {len(refused)} of {len(sampled)} readings"
         + (f", such as: {refused[0]}." if refused else "."),
     ]
     ahead = [claim.name for claim in judged if claim.name.endswith("warns") and claim.verdict == "held"]
-    said.append(
+    sentences.append(
         "Signals that lead with every seed and are silent in both controls: "
         + (f"{'; '.join(ahead)}." if ahead else "none.")
     )
-    return tuple(said)
+    return tuple(sentences)

@@ -36,7 +36,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from topograd.errors import OptimError
 from topograd.geometry.factors import GramSums
-from topograd.geometry.layers import Call, Watch
+from topograd.geometry.layers import Call, CallTracer
 
 REST = 0.1
 """The rate of parameters without factors, over lr."""
@@ -58,11 +58,15 @@ class KFAC(Optimizer):
         *,
         every: int = 10,
     ) -> None:
-        if not (lr >= 0 and damping > 0 and weight_decay >= 0 and 0 <= momentum < 1 and every >= 1):
-            raise OptimError(
-                f"lr {lr} and weight_decay {weight_decay} must be at least 0, damping {damping} above 0, "
-                f"momentum {momentum} in [0, 1), every {every} at least 1"
-            )
+        for name, number, fits, allowed in (
+            ("lr", lr, lr >= 0, "at least 0"),
+            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+            ("damping", damping, damping > 0, "above 0"),
+            ("momentum", momentum, 0 <= momentum < 1, "in [0, 1)"),
+            ("every", every, every >= 1, "at least 1"),
+        ):
+            if not fits:
+                raise OptimError(setting=name, given=number, allowed=allowed)
         names = {"lr": lr, "momentum": momentum, "damping": damping, "weight_decay": weight_decay}
         super().__init__(model.parameters() if params is None else params, {**names, "every": every})
         self._layers = {
@@ -76,7 +80,7 @@ class KFAC(Optimizer):
         """Of the call that a layer's gradient came from, since the last step."""
         self._factors: dict[str, dict[str, Tensor]] = {}
         self._steps = 0
-        self._watch = Watch(model, self)
+        self._watch = CallTracer(model, self)
         self._hooks = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -110,7 +114,9 @@ class KFAC(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step from the gradients that are there."""
         if closure is not None:
-            raise OptimError("KFAC takes no closure", remedy="call backward() first, then step()")
+            raise OptimError(
+                "KFAC takes no closure", setting="closure", remedy="call backward() first, then step()"
+            )
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         preconditioned: dict[int, tuple[Tensor, Tensor]] = {}
         for name, sums in self._seen.items():
@@ -140,8 +146,8 @@ class KFAC(Optimizer):
         for side, scale in (("A", 1), ("G", N**2)):
             mean = sums.mean(name, side, N)
             assert mean is not None, "a gradient reached this layer"
-            found = (scale * mean).to(self._layers[name].weight)
-            known[side] = known[side].lerp(found, 1 - BETA) if side in known else found
+            result = (scale * mean).to(self._layers[name].weight)
+            known[side] = known[side].lerp(result, 1 - BETA) if side in known else result
         if self._steps % group["every"] == 0 or "A_inverse" not in known:
             for side in ("A", "G"):
                 X, size = known[side], known[side].trace() / len(known[side])
@@ -154,12 +160,12 @@ class KFAC(Optimizer):
         layer = self._layers[name]
         A, G = (self._factors[name][f"{side}_inverse"] for side in ("A", "G"))
         assert layer.weight.grad is not None, "a layer without a gradient is not asked"
-        found: dict[int, tuple[Tensor, Tensor]] = {
+        result: dict[int, tuple[Tensor, Tensor]] = {
             id(layer.weight): (layer.weight, G @ layer.weight.grad @ A)
         }
         if layer.bias is not None and layer.bias.grad is not None:
-            found[id(layer.bias)] = (layer.bias, G @ layer.bias.grad)
-        return found
+            result[id(layer.bias)] = (layer.bias, G @ layer.bias.grad)
+        return result
 
     def _adam(self, parameter: Tensor) -> Tensor:
         """Adam's step for η = 1."""

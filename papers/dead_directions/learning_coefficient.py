@@ -35,12 +35,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vmap
 
+from papers.dead_directions.crossings import Crossing, recover_crossing
 from papers.dead_directions.families.reduced_rank import ReducedRank, learning_coefficient
 from papers.dead_directions.sgld import Sgld, sample_learning_coefficient
 from papers.outcome import Asked, Result, ResultTable, Row
 from topograd.errors import GeometryError
 from topograd.geometry.rates import log_grid
-from topograd.geometry.singular.crossings import Crossing, recover_crossing
 
 CASES = (ReducedRank(5, 2, 4, 1), ReducedRank(4, 3, 4, 2), ReducedRank(8, 3, 5, 2))
 SAMPLES, BATCH, CHAINS, RUNS = 1000, 50, 4, 8
@@ -116,9 +116,9 @@ class Gradients:
 
     def jacobian(self, w: Tensor) -> Tensor:
         """(samples, outputs, parameters): one backward pass for each output."""
-        found = vmap(jacrev(self.outputs), in_dims=(None, 0))(w, self.inputs)
-        self.count += found.shape[1]
-        return found
+        result = vmap(jacrev(self.outputs), in_dims=(None, 0))(w, self.inputs)
+        self.count += result.shape[1]
+        return result
 
     def fisher(self, w: Tensor, v: Tensor) -> Tensor:
         """vᵀF(w)v for unit noise: the mean of |∂_v f|², one forward-mode pass."""
@@ -155,7 +155,9 @@ def _rising(low: Tensor, high: Tensor, regular: int, order: int) -> int:
     if int((high > 0).sum()) != present or present <= regular or not (stays.all() and rises.all()):
         raise GeometryError(
             f"beside a component of order {order} the eigenvalues have slopes {slopes.tolist()}, "
-            f"with {regular} regular at the point: this is not a crossing of two components"
+            f"with {regular} regular at the point: this is not a crossing of two components",
+            setting="point",
+            given=order,
         )
     return present - regular
 
@@ -195,7 +197,9 @@ def _dead_unit(blocks: Tensor) -> Tensor:
     dead = directions[singular <= NULL * singular[0]]
     if len(dead) != 1:
         raise GeometryError(
-            f"{len(dead)} hidden directions are dead here: give a singular point with one of them"
+            f"{len(dead)} hidden directions are dead here: give a singular point with one of them",
+            setting="model",
+            given=len(dead),
         )
     return dead[0]
 
@@ -209,11 +213,11 @@ def sample_coefficient(
     targets = module(inputs).detach()
     step = scale * math.log(SAMPLES) / SAMPLES
     settings = Sgld(step=step, chains=runs * CHAINS, burn_in=draws // 2, draws=draws, batch=BATCH)
-    found = sample_learning_coefficient(module, half_square, inputs, targets, settings, seed=draws)
-    estimates = torch.tensor(found.by_chain).reshape(runs, CHAINS).mean(1)
+    result = sample_learning_coefficient(module, half_square, inputs, targets, settings, seed=draws)
+    estimates = torch.tensor(result.by_chain).reshape(runs, CHAINS).mean(1)
     exact, _ = learning_coefficient(model.inputs, model.hidden, model.outputs, model.rank)
     error = (estimates - exact).square().mean().sqrt().item()
-    costs = found.batch_gradients // runs, found.example_gradients // runs
+    costs = result.batch_gradients // runs, result.example_gradients // runs
     return Sampling(draws, tuple(estimates.tolist()), error, *costs)
 
 
@@ -236,11 +240,11 @@ def compare(
 def table(model: ReducedRank, reading: Reading, samplings: Sequence[Sampling]) -> ResultTable:
     """One line for the reading and one for each budget; ratios are to the reading's cost."""
     exact, m = learning_coefficient(model.inputs, model.hidden, model.outputs, model.rank)
-    said = f"{reading.coefficient}", f"{abs(reading.coefficient - exact):.3f}"
-    rows = [(f"rates, m = {reading.crossing.multiplicity}", *said, *_costs(reading, reading))]
+    message = f"{reading.coefficient}", f"{abs(reading.coefficient - exact):.3f}"
+    rows = [(f"rates, m = {reading.crossing.multiplicity}", *message, *_costs(reading, reading))]
     for one in samplings:
-        said = f"{sum(one.estimates) / len(one.estimates):.2f}", f"{one.error:.3f}"
-        rows.append((f"SGLD {one.draws}", *said, *_costs(one, reading)))
+        message = f"{sum(one.estimates) / len(one.estimates):.2f}", f"{one.error:.3f}"
+        rows.append((f"SGLD {one.draws}", *message, *_costs(one, reading)))
     header = ("way", "λ", "error", "batch gradients", "ratio", "example gradients", "ratio")
     return ResultTable(f"{model.name}: λ = {exact}, m = {m}", header, tuple(rows))
 
@@ -272,9 +276,9 @@ def verdict(reading: Reading, samplings: Sequence[Sampling]) -> str:
     return "\n".join(lines)
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every case; with the preset tiny, the first with two small budgets."""
-    tiny = asked.preset == "tiny"
+    tiny = args.preset == "tiny"
     cases, budgets, runs = (CASES[:1], TINY, 2) if tiny else (CASES, BUDGETS, RUNS)
     rows: list[Row] = []
     tables, findings = [], []
@@ -284,7 +288,7 @@ def run(asked: Asked) -> Result:
         tables.append(table(model, reading, samplings))
         findings += [f"{model.name}, {line}." for line in verdict(reading, samplings).splitlines()]
         rows += [_row(model, exact, reading), *(_row(model, exact, one) for one in samplings)]
-        asked.on_more(i + 1, len(cases))
+        args.on_more(i + 1, len(cases))
     return Result(
         setting="Reduced-rank regression at its singular point, where the answer is known.",
         rows=rows,
@@ -296,8 +300,8 @@ def run(asked: Asked) -> Result:
 def _row(model: ReducedRank, exact: float, one: Reading | Sampling) -> Row:
     """One way of finding λ, as plain numbers."""
     if isinstance(one, Reading):
-        way, found, error = "rates", one.coefficient, abs(one.coefficient - exact)
+        way, result, error = "rates", one.coefficient, abs(one.coefficient - exact)
     else:
-        way, found, error = f"SGLD {one.draws}", sum(one.estimates) / len(one.estimates), one.error
+        way, result, error = f"SGLD {one.draws}", sum(one.estimates) / len(one.estimates), one.error
     costs = {"batch_gradients": one.batch_gradients, "example_gradients": one.example_gradients}
-    return {"model": model.name, "way": way, "exact": exact, "found": found, "error": error, **costs}
+    return {"model": model.name, "way": way, "exact": exact, "found": result, "error": error, **costs}

@@ -95,9 +95,9 @@ def without_kernel(run: Path, limit_bytes: int = TEXT_BYTES) -> dict[str, Kernel
 def kernel_table(model: str, norms: dict[str, KernelReading]) -> ResultTable:
     """One line for each norm of a model."""
     rows = []
-    for name, found in norms.items():
-        size = str(found.dimensions) if found.exact else "none"
-        rows.append((name, size, f"{found.cosine:.6f}", f"{found.share:.1e}"))
+    for name, result in norms.items():
+        size = str(result.dimensions) if result.exact else "none"
+        rows.append((name, size, f"{result.cosine:.6f}", f"{result.share:.1e}"))
     caption = f"{model}: γ's direction against the flattest direction of the outputs"
     return ResultTable(caption, ("norm", "kernel", "|cos|", "share"), tuple(rows))
 
@@ -105,42 +105,44 @@ def kernel_table(model: str, norms: dict[str, KernelReading]) -> ResultTable:
 def stream_table(models: dict[str, Reading]) -> ResultTable:
     """One line for each layer, the models side by side."""
     header = ["after"]
-    for name, found in models.items():
-        header += [f"σ_{found.stream.rank} {name}", f"r_eff {name}"]
+    for name, result in models.items():
+        header += [f"σ_{result.stream.rank} {name}", f"r_eff {name}"]
     first, *_ = models.values()
     rows = []
     for i, label in enumerate(("input", *first.stream.names)):
         cells = []
-        for found in models.values():
-            stream = found.stream
+        for result in models.values():
+            stream = result.stream
             cells += [f"{stream.sigma[i] / stream.sigma[0]:.3g}", f"{stream.effective_ranks[i]:.1f}"]
         rows.append((label, *cells))
-    caption = "; ".join(f"{name}: {found.stream.verdict}" for name, found in models.items())
+    caption = "; ".join(f"{name}: {result.stream.verdict}" for name, result in models.items())
     return ResultTable(caption, tuple(header), tuple(rows))
 
 
 def weights_folder() -> Path:
     """Where the weights of MiniLM are installed."""
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
-        raise ConfigError("MiniLM's weights are not installed", remedy="install topograd[studies]")
-    return Path(found.origin).parent / "model"
+    result = importlib.util.find_spec(PACKAGE)
+    if result is None or result.origin is None:
+        raise ConfigError(
+            "MiniLM's weights are not installed", setting="model", remedy="install topograd[studies]"
+        )
+    return Path(result.origin).parent / "model"
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Norms and streams, trained and fresh; the preset tiny reads less text for the negative alone."""
     models = trained_and_fresh(weights_folder(), RANK)
-    asked.on_more(1, 2)
-    negative = without_kernel(REFERENCE, TEXT_BYTES if asked.preset == "small" else TEXT_BYTES // 10)
-    asked.on_more(2, 2)
+    args.on_more(1, 2)
+    negative = without_kernel(REFERENCE, TEXT_BYTES if args.preset == "small" else TEXT_BYTES // 10)
+    args.on_more(2, 2)
     norms = {**{name: reading.norms for name, reading in models.items()}, "RMSNorm GPT": negative}
     rows: list[Row] = [
-        {"model": model, "norm": name, **asdict(found)}
+        {"model": model, "norm": name, **asdict(result)}
         for model, readings in norms.items()
-        for name, found in readings.items()
+        for name, result in readings.items()
     ]
     return Result(
         setting="all-MiniLM-L6-v2, trained and as it begins, and the reference run of this package.",
         rows=rows,
-        tables=(*(kernel_table(model, found) for model, found in norms.items()), stream_table(models)),
+        tables=(*(kernel_table(model, result) for model, result in norms.items()), stream_table(models)),
     )

@@ -268,11 +268,11 @@ def measure(task: Task, model: nn.Module, start: Mapping[str, Tensor]) -> dict[s
     drifts: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
     for gauge in task.gauges:
         drifts[isinstance(gauge, Translation)].append(gauge.drift(start, named))
-    found = {"learnt": learnt, "unseen": unseen, "accuracy": accuracy}
-    found |= {"shift": math.hypot(*drifts[True]), "rescale": math.hypot(*drifts[False])}
+    result = {"learnt": learnt, "unseen": unseen, "accuracy": accuracy}
+    result |= {"shift": math.hypot(*drifts[True]), "rescale": math.hypot(*drifts[False])}
     if not math.isfinite(learnt + unseen):  # it diverged
-        return found | asdict(Moment(0.0, 0.0, 0.0))
-    return found | asdict(read_moment(model, task.pair, _first(task.learnt, ROWS)[0]))
+        return result | asdict(Moment(0.0, 0.0, 0.0))
+    return result | asdict(read_moment(model, task.pair, _first(task.learnt, ROWS)[0]))
 
 
 def _first(data: tuple[Tensor, Tensor], predictions: int) -> tuple[Tensor, Tensor]:
@@ -375,29 +375,31 @@ def tune(
     return min(tried, key=lambda lr: tried[lr]), tried
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm on every task; with the preset tiny, on one small task."""
-    tiny, seeds = asked.preset == "tiny", asked.seeds
+    tiny, seeds = args.preset == "tiny", args.seeds
     tasks = [modular(p=7, hidden=16)] if tiny else [make() for make in TASKS.values()]
-    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, asked.parts("steps"), strict=True)]
+    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, args.parts("steps"), strict=True)]
     done, by_task = 0, []
     for task in tasks:
-        found: dict[str, Any] = {"task": task.name, "tried": {}, "runs": []}
+        result: dict[str, Any] = {"task": task.name, "tried": {}, "runs": []}
         for arm in ARMS:
             key = {"task": task.name, "arm": arm.name, "seeds": seeds}
-            compared = asked.kept.row(key, partial(_compared, task, arm, seeds))
-            found["tried"][arm.name] = {float(lr): loss for lr, loss in compared["tried"].items()}
-            found["runs"] += compared["runs"]
+            compared = args.kept.row(key, partial(_compared, task, arm, seeds))
+            result["tried"][arm.name] = {float(lr): loss for lr, loss in compared["tried"].items()}
+            result["runs"] += compared["runs"]
             done += 1
-            asked.on_more(done, len(tasks) * len(ARMS))
-        by_task.append(found)
+            args.on_more(done, len(tasks) * len(ARMS))
+        by_task.append(result)
     return Result(
         setting=(
             f"Tasks: {', '.join(task.name for task in tasks)}. All arms of a task see the same first "
             "weights, batches and number of steps; each has the best of as many learning rates."
         ),
-        rows=[{k: v for k, v in one.items() if k != "curves"} for found in by_task for one in found["runs"]],
-        tables=tuple(table(found) for found in by_task),
+        rows=[
+            {k: v for k, v in one.items() if k != "curves"} for result in by_task for one in result["runs"]
+        ],
+        tables=tuple(table(result) for result in by_task),
         seeds=seeds,
         record={
             "arms": [arm.name for arm in ARMS],
@@ -421,18 +423,18 @@ def compare(task: Task, arm: Arm, seeds: int) -> tuple[dict[float, float], list[
 COLUMNS = ("learnt", "unseen", "gap", "accuracy", "shift", "rescale", "alignment")
 
 
-def table(found: Mapping[str, Any]) -> ResultTable:
+def table(result: Mapping[str, Any]) -> ResultTable:
     """Mean ± standard deviation over seeds for each arm; a rate counts where it was not refused."""
     rows = []
-    for arm, tried in found["tried"].items():
-        runs = [run for run in found["runs"] if run["arm"] == arm]
+    for arm, tried in result["tried"].items():
+        runs = [run for run in result["runs"] if run["arm"] == arm]
         lr = runs[0]["lr"]
         edge = "*" if lr in (min(tried), max(tried)) else ""
         cells = [_spread([run[column] for run in runs]) for column in COLUMNS]
         read = sum(run["refused"] is None for run in runs)
         rows.append((arm, f"{lr:g}{edge}", *cells, f"{read}/{len(runs)}"))
     caption = (
-        f"{found['task']}: cross-entropy in nats, mean ± standard deviation over seeds; "
+        f"{result['task']}: cross-entropy in nats, mean ± standard deviation over seeds; "
         "* is an end of the rates that were tried"
     )
     return ResultTable(caption, ("arm", "lr", *COLUMNS, "rates"), tuple(rows))

@@ -28,37 +28,37 @@ def optimizer_panels(record: Record) -> tuple[Panel, ...]:
     )
 
 
-def equivariance_panel(found: Record) -> Panel:
+def equivariance_panel(result: Record) -> Panel:
     """For each gauge, how far two runs from one orbit part."""
     figure = new_figure(3.4)
     (axes,) = panels(figure, 1)
-    rows = found["gauges"][::-1]
+    rows = result["gauges"][::-1]
     shown = {"frozen64": "DDCAdam, float64", "frozen32": "DDCAdam, float32", "adamw64": "AdamW, float64"}
     for i, (key, label) in enumerate(shown.items()):
         drawn = look(i, len(shown))
         places = [max(row[key], SMALLEST) for row in rows]
         axes.plot(places, range(len(rows)), drawn.marker, color=drawn.colour, label=label)
     powers(axes, "x")
-    axes.axvline(found["goal"], color=MUTED, linewidth=0.8)
+    axes.axvline(result["goal"], color=MUTED, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axes.set(xlabel=f"distance of two runs from one orbit after {found['steps']} steps, relative")
+    axes.set(xlabel=f"distance of two runs from one orbit after {result['steps']} steps, relative")
     legend_below(figure, axes)
-    cells = tuple((row["name"], *(fixed(row[key], 3) for key in shown)) for row in found["gauges"])
+    cells = tuple((row["name"], *(fixed(row[key], 3) for key in shown)) for row in result["gauges"])
     table = Table("Two runs from one orbit", ("gauge", *shown.values()), cells)
     caption = "Two runs start from weights that say the same. The line is the goal in float64."
     return _panel("equivariance", "Does a step commute with the symmetry?", caption, figure, table)
 
 
-def drift_panel(found: Record, arms: Sequence[str]) -> Panel:
+def drift_panel(result: Record, arms: Sequence[str]) -> Panel:
     """How far each arm goes along the orbits during training, mean over seeds."""
     figure = new_figure(3.2)
     shift, rescale = panels(figure, 2)
     for axes, key, title in ((shift, "shift", "along shifts"), (rescale, "rescale", "along rescalings")):
-        _curves(axes, found, key, arms)
+        _curves(axes, result, key, arms)
         powers(axes, "y")
-        axes.set(title=f"{found['task']}: drift {title}", xlabel="step")
+        axes.set(title=f"{result['task']}: drift {title}", xlabel="step")
     legend_below(figure, shift)
-    cells = tuple((arm, *(fixed(_end(found, arm, key), 3) for key in ("shift", "rescale"))) for arm in arms)
+    cells = tuple((arm, *(fixed(_end(result, arm, key), 3) for key in ("shift", "rescale"))) for arm in arms)
     table = Table("Drift at the end, mean over seeds", ("arm", "along shifts", "along rescalings"), cells)
     caption = "How far the weights went along directions in which the network says the same."
     return _panel("drift", "Drift along the orbits", caption, figure, table)
@@ -69,24 +69,24 @@ def unseen_panel(by_task: Sequence[Record], arms: Sequence[str]) -> Panel:
     lines = -(-len(by_task) // 2)
     figure = new_figure(2.3 * lines + 0.6)
     grid = figure.subplots(lines, 2, squeeze=False).flatten()
-    for axes, found in zip(grid, by_task, strict=False):
-        _curves(axes, found, "unseen", arms)
+    for axes, result in zip(grid, by_task, strict=False):
+        _curves(axes, result, "unseen", arms)
         low, high = axes.get_ylim()
         if high > WIDE * low:
             powers(axes, "y")
-        axes.set(title=found["task"], xlabel="step", ylabel="nats, unseen")
+        axes.set(title=result["task"], xlabel="step", ylabel="nats, unseen")
     for axes in grid[len(by_task) :]:
         axes.set_axis_off()
     legend_below(figure, grid[0])
-    cells = tuple((arm, *(fixed(_end(found, arm, "unseen"), 3) for found in by_task)) for arm in arms)
-    table = Table("At the end, mean over seeds", ("arm", *(found["task"] for found in by_task)), cells)
+    cells = tuple((arm, *(fixed(_end(result, arm, "unseen"), 3) for result in by_task)) for arm in arms)
+    table = Table("At the end, mean over seeds", ("arm", *(result["task"] for result in by_task)), cells)
     return _panel("unseen", "Loss on unseen examples", "Means over seeds.", figure, table)
 
 
-def _curves(axes: Axes, found: Record, key: str, arms: Sequence[str]) -> None:
+def _curves(axes: Axes, result: Record, key: str, arms: Sequence[str]) -> None:
     """One line for each arm: the mean over seeds of a curve. An arm looks the same in every figure."""
     for i, arm in enumerate(arms):
-        runs = [run["curves"] for run in found["runs"] if run["arm"] == arm]
+        runs = [run["curves"] for run in result["runs"] if run["arm"] == arm]
         if runs:
             columns = zip(*(run[key] for run in runs), strict=True)
             means = [max(sum(values) / len(runs), SMALLEST) for values in columns]
@@ -94,9 +94,9 @@ def _curves(axes: Axes, found: Record, key: str, arms: Sequence[str]) -> None:
             axes.plot(runs[0]["step"], means, color=drawn.colour, linestyle=drawn.dash, label=arm)
 
 
-def _end(found: Record, arm: str, key: str) -> float:
+def _end(result: Record, arm: str, key: str) -> float:
     """The mean over seeds of what a curve ended at."""
-    ends = [run["curves"][key][-1] for run in found["runs"] if run["arm"] == arm]
+    ends = [run["curves"][key][-1] for run in result["runs"] if run["arm"] == arm]
     return sum(ends) / len(ends)
 
 

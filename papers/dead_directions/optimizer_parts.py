@@ -65,38 +65,38 @@ def arms_of(task: Task) -> tuple[Arm, ...]:
     return (*BOTH, *PARTS, *PEERS) if task.name == "modular" else (*BOTH, *PEERS)
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm on both tasks, the seeds of all arms one after another."""
-    tiny = asked.preset == "tiny"
+    tiny = args.preset == "tiny"
     tasks = [modular(p=7, hidden=16), digits(hidden=8)] if tiny else [modular(), digits()]
-    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, asked.parts("steps"), strict=True)]
-    total = sum(len(PEERS) + len(arms_of(task)) * asked.seeds for task in tasks)
+    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, args.parts("steps"), strict=True)]
+    total = sum(len(PEERS) + len(arms_of(task)) * args.seeds for task in tasks)
     done, rows = 0, []
     rates: dict[tuple[str, str], float] = {}
     for task in tasks:
         for arm in PEERS:
             key = {"task": task.name, "arm": arm.name}
-            rates[task.name, arm.name] = asked.kept.row(key, partial(_tuned, task, arm))["lr"]
+            rates[task.name, arm.name] = args.kept.row(key, partial(_tuned, task, arm))["lr"]
             done += 1
-            asked.on_more(done, total)
-    for seed in range(asked.seeds):
+            args.on_more(done, total)
+    for seed in range(args.seeds):
         for task in tasks:
             for arm in arms_of(task):
                 lr = rates.get((task.name, arm.name)) or chosen(task, arm)
                 run: Row = {"task": task.name, "arm": arm.name, "seed": seed, "lr": lr}
-                rows.append({**run, **asked.kept.row(run, partial(_trained, task, arm, lr, seed))})
+                rows.append({**run, **args.kept.row(run, partial(_trained, task, arm, lr, seed))})
                 done += 1
-                asked.on_more(done, total)
+                args.on_more(done, total)
     judged = claims(rows)
     return Result(
-        setting=f"Modular addition and digits, {asked.seeds} seeds; every arm with the same first weights, "
+        setting=f"Modular addition and digits, {args.seeds} seeds; every arm with the same first weights, "
         "batches, steps and decay, parts with the rate of their optimizer, peers with the best of three.",
         rows=rows,
         tables=tuple(table(task.name, rows) for task in tasks),
         findings=tuple(findings(rows)),
         drawing=drawing(rows),
         claims=tuple(judged),
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
@@ -111,14 +111,14 @@ def _tuned(task: Task, arm: Arm) -> Row:
 
 
 def _trained(task: Task, arm: Arm, lr: float, seed: int) -> Row:
-    found = train(task, arm, lr, seed, readings=1)
-    return {"learnt": found.learnt, "unseen": found.unseen, "accuracy": found.accuracy}
+    result = train(task, arm, lr, seed, readings=1)
+    return {"learnt": result.learnt, "unseen": result.unseen, "accuracy": result.accuracy}
 
 
 def _unseen(rows: Sequence[Row], task: str, arm: str) -> list[float]:
     """By seed; what diverged is far away, not infinite."""
-    found = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
-    losses = [row["unseen"] for row in sorted(found, key=lambda row: row["seed"])]
+    results = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
+    losses = [row["unseen"] for row in sorted(results, key=lambda row: row["seed"])]
     return [loss if math.isfinite(loss) else 1e3 for loss in losses]
 
 
@@ -134,16 +134,16 @@ def _names(rows: Sequence[Row], task: str) -> list[str]:
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """DDCAdam's gain, which parts of it have a gain of their own, and DDCAdam against the peers."""
-    said = "DDCAdam generalises better because its steps do not depend on the gauge."
+    message = "DDCAdam generalises better because its steps do not depend on the gauge."
     judged = []
     for arm in ("DDCAdam", "DDCAdam, rescaling alone", "DDCAdam, shift alone", "AdamW, relative"):
         name, effect = f"modular: {arm} gains on AdamW", f"{arm}'s gain, log10 of losses on unseen examples,"
-        judged.append(above(name, said, effect, gains(rows, "modular", arm)))
+        judged.append(above(name, message, effect, gains(rows, "modular", arm)))
     for task in ("modular", "digits"):
         for peer in PEERS:
             effect = f"log10 of {peer.name}'s loss on unseen examples over DDCAdam's"
             values = gains(rows, task, "DDCAdam", peer.name)
-            judged.append(above(f"{task}: DDCAdam is ahead of {peer.name}", said, effect, values))
+            judged.append(above(f"{task}: DDCAdam is ahead of {peer.name}", message, effect, values))
     return judged
 
 
@@ -168,9 +168,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
     whole = statistics.fmean(gains(rows, "modular", "DDCAdam"))
     if whole <= 0:
         return ["DDCAdam has no gain over AdamW here, so that there is nothing to take apart."]
-    kept = {arm.name: statistics.fmean(gains(rows, "modular", arm.name)) / whole for arm in PARTS}
-    ordered = sorted(kept, key=lambda name: -kept[name])
-    parts = "; ".join(f"{name} {kept[name]:.0%}" for name in ordered)
+    retained = {arm.name: statistics.fmean(gains(rows, "modular", arm.name)) / whole for arm in PARTS}
+    ordered = sorted(retained, key=lambda name: -retained[name])
+    parts = "; ".join(f"{name} {retained[name]:.0%}" for name in ordered)
     return [f"Of DDCAdam's gain on modular addition ({whole:.2f} decades) these keep: {parts}."]
 
 

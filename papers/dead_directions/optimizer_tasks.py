@@ -114,12 +114,17 @@ def digits(steps: int = 600, hidden: int = 64) -> Task:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError("the task digits needs scikit-learn", remedy="install topograd[studies]") from None
+        raise ConfigError(
+            "the task digits needs scikit-learn",
+            setting="task",
+            given="digits",
+            remedy="install topograd[studies]",
+        ) from None
 
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(found.data / 16, dtype=torch.float32)[order]
-    classes = torch.tensor(found.target)[order]
+    result = load_digits()
+    order = torch.randperm(len(result.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(result.data / 16, dtype=torch.float32)[order]
+    classes = torch.tensor(result.target)[order]
     weights = ["0.weight", "2.weight", "4.weight"]
     return Task(
         "digits",

@@ -73,14 +73,14 @@ def _train(make: Callable[[nn.Module], Optimizer], steps: int) -> tuple[Tensor, 
             layer.weight[-1, -1] = START
     model = nn.Sequential(first, second)
     optimizer = make(model)
-    found: list[tuple[Tensor, ...]] = []
+    results: list[tuple[Tensor, ...]] = []
     for step in range(steps):
         optimizer.zero_grad()
         (0.5 * (model(rows) - rows @ target.T).square().sum(1).mean()).backward()
         optimizer.step()
         if (step + 1) % READ_EVERY == 0 or step + 1 == steps:
-            found.append(_reading(first.weight.detach(), second.weight.detach(), target))
-    return tuple(torch.stack(values) for values in zip(*found, strict=True))
+            results.append(_reading(first.weight.detach(), second.weight.detach(), target))
+    return tuple(torch.stack(values) for values in zip(*results, strict=True))
 
 
 def _reading(W1: Tensor, W2: Tensor, target: Tensor) -> tuple[Tensor, ...]:

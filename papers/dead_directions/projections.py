@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch, LayerFactors, Outputs, stream
+from topograd.geometry.factors import Batch, LayerFactors, Outputs, reduce_batches
 from topograd.geometry.layers import Call
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, loss_named
 
@@ -73,7 +73,7 @@ def projected_second_moment(rows: Tensor | Iterable[Tensor], v: Tensor) -> Tenso
         total = total + _sum_of_squares(part, v)
         count += len(part)
     if not count:
-        raise GeometryError("there are no rows to project: give at least one")
+        raise GeometryError("there are no rows to project: give at least one", setting="rows", given=0)
     return total / count
 
 
@@ -89,13 +89,15 @@ def project_gradients(
 ) -> dict[str, Projected]:
     """E[(δ·v)²] and E[(h·u)²] of each layer with a direction, scaled as G and A of `kfac_factors` are."""
     sums = _Projections(directions)
-    watch, samples = stream(
+    watch, samples = reduce_batches(
         model, batches, sums, loss_named(loss), fisher, outputs=outputs, generator=generator
     )
     missing = [name for name in directions if name not in watch.layers()]
     if missing:
         raise GeometryError(
             f"no gradient was seen at layer {missing[0]}",
+            setting="directions",
+            given=missing[0],
             remedy="kfac_factors lists the layers that a model has",
         )
     return {name: sums.projected(name, samples) for name in directions}
@@ -108,18 +110,27 @@ def schur_complement(matrix: Tensor, direction: int | Tensor) -> Tensor:
     1.75
     """
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise GeometryError(f"a Schur complement in a matrix {tuple(matrix.shape)}: give a square one")
+        raise GeometryError(
+            f"a Schur complement in a matrix {tuple(matrix.shape)}: give a square one",
+            setting="matrix",
+            given=tuple(matrix.shape),
+        )
     if isinstance(direction, Tensor):
         matrix, direction = _turned_to_front(matrix, direction), 0
     size = len(matrix)
     if not -size <= direction < size:
-        raise GeometryError(f"coordinate {direction} of a matrix of {size} rows: count from 0")
+        raise GeometryError(
+            f"coordinate {direction} of a matrix of {size} rows: count from 0",
+            setting="direction",
+            given=direction,
+        )
     others = torch.arange(size, device=matrix.device) != direction % size
     C, b = matrix[others][:, others], matrix[others, direction]
     L, failed = torch.linalg.cholesky_ex(C)
     if failed:
         raise GeometryError(
             "the other rows and columns are not positive definite, so more than one direction is dead",
+            setting="matrix",
             remedy="project each by itself",
         )
     explained = torch.linalg.solve_triangular(L, b[:, None], upper=False).square().sum()
@@ -149,7 +160,9 @@ class _Projections:
         if given != sides:
             raise GeometryError(
                 f"layer {layer} has {sides[0]} inputs and {sides[1]} outputs, "
-                f"its direction u has {given[0]} numbers and v {given[1]}"
+                f"its direction u has {given[0]} numbers and v {given[1]}",
+                setting="directions",
+                given=layer,
             )
         return None
 
@@ -174,7 +187,9 @@ def _turned_to_front(matrix: Tensor, v: Tensor) -> Tensor:
     """H G H with the reflection H that takes the first coordinate to ±v."""
     if v.shape != matrix.shape[:1] or not torch.isclose(v.norm(), v.new_ones(())):
         raise GeometryError(
-            f"a direction of shape {tuple(v.shape)} and norm {v.norm():.3g}: give a unit vector"
+            f"a direction of shape {tuple(v.shape)} and norm {v.norm():.3g}: give a unit vector",
+            setting="direction",
+            given=tuple(v.shape),
         )
     w = v.to(matrix).clone()
     w[0] += 1.0 if w[0] >= 0 else -1.0

@@ -81,25 +81,25 @@ PRIMITIVES: dict[str, tuple[Architecture, ...]] = {
 }
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Both parts with every seed."""
-    check_seeds(asked.seeds)
+    check_seeds(args.seeds)
     rows: list[Row] = []
     parts = {"table": table_rows, "memorised": memorised_rows}
-    keys = [(seed, name) for seed in range(asked.seeds) for name in parts]
+    keys = [(seed, name) for seed in range(args.seeds) for name in parts]
     for done, (seed, name) in enumerate(keys, 1):
-        rows += asked.kept.rows({"part": name, "seed": seed}, partial(parts[name], seed))
-        asked.on_more(done, len(keys))
+        rows += args.kept.rows({"part": name, "seed": seed}, partial(parts[name], seed))
+        args.on_more(done, len(keys))
     judged = (*table_claims(rows), *memorised_claims(rows))
     return Result(
         setting=(
-            f"Weights set by hand, random live blocks, {asked.seeds} seeds. Memorising: a linear chain of "
+            f"Weights set by hand, random live blocks, {args.seeds} seeds. Memorising: a linear chain of "
             f"{DEPTH} layers under a softmax that is sure of its own labels."
         ),
         rows=rows,
         tables=(primitive_table(rows), slope_table(rows)),
         claims=judged,
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
@@ -111,9 +111,9 @@ def table_rows(seed: int) -> list[Row]:
         for network in networks:
             for cell in compare(network, seed=seed):
                 if ": G_" in cell.name:
-                    found = math.inf if cell.measured is None else abs(cell.measured - (cell.predicted or 0))
-                    off.append(found)
-                    allowed.append(found / tolerance(network))
+                    result = math.inf if cell.measured is None else abs(cell.measured - (cell.predicted or 0))
+                    off.append(result)
+                    allowed.append(result / tolerance(network))
         rows.append(
             {"primitive": name, "seed": seed, "read": len(off), "off": max(off), "share": max(allowed)}
         )
@@ -132,15 +132,15 @@ def memorised_rows(seed: int) -> list[Row]:
     return rows
 
 
-def _slopes(seed: int, t: Tensor, scale: Tensor, said: Row) -> list[Row]:
+def _slopes(seed: int, t: Tensor, scale: Tensor, message: Row) -> list[Row]:
     rows: list[Row] = []
     for estimator, entries in dead_entries(t, scale, seed).items():
-        gains = {"empirical": 2, "expected": 1}[estimator] * said["power"]
+        gains = {"empirical": 2, "expected": 1}[estimator] * message["power"]
         for layer, values in enumerate(entries, 1):
             rate = fit_rate(t, values, estimator=f"{estimator} Fisher")
             rows.append(
                 {
-                    **said,
+                    **message,
                     "seed": seed,
                     "estimator": estimator,
                     "layer": layer,
@@ -163,16 +163,16 @@ def dead_entries(t: Tensor, scale: Tensor, seed: int) -> dict[str, list[Tensor]]
     s = torch.cat((scale, scale[-1:]))[:, None, None]
     p = (trace.outputs.detach() * unit[:, None] * s).softmax(-1)
     nodes = [reading.at for reading in trace.backward.values()]
-    found = {name: [torch.zeros_like(t) for _ in nodes] for name in ("empirical", "expected")}
+    result = {name: [torch.zeros_like(t) for _ in nodes] for name in ("empirical", "expected")}
     for c in range(p.shape[-1]):
         cotangent = p.clone()
         cotangent[..., c] = -(p.sum(-1) - p[..., c])  # p_c - 1 without its cancellation
         deltas = torch.autograd.grad(trace.outputs, nodes, cotangent, retain_graph=True)
         for i, (delta, reading) in enumerate(zip(deltas, trace.backward.values(), strict=True)):
             squares = (delta @ reading.along).square()[:-1]
-            found["expected"][i] += (p[:-1, :, c] * squares).mean(1)
-            found["empirical"][i] += (squares * (top.indices[:, 0] == c)).mean(1)
-    return found
+            result["expected"][i] += (p[:-1, :, c] * squares).mean(1)
+            result["empirical"][i] += (squares * (top.indices[:, 0] == c)).mean(1)
+    return result
 
 
 def table_claims(rows: Sequence[Row]) -> list[Claim]:
@@ -191,12 +191,12 @@ def table_claims(rows: Sequence[Row]) -> list[Claim]:
 
 def _off(rows: Sequence[Row], estimator: str, way: str, against: str, s: float | None = None) -> list[float]:
     """By seed, how far the worst layer's slope is from `against`; nan where one was refused."""
-    found: dict[int, list[float]] = {}
+    result: dict[int, list[float]] = {}
     for row in rows:
         if row.get("estimator") == estimator and row["way"] == way and s in (None, row["s"]):
             off = math.nan if row["slope"] is None else abs(row["slope"] - row[against])
-            found.setdefault(row["seed"], []).append(off)
-    return [math.nan if any(map(math.isnan, all_)) else max(all_) for all_ in found.values()]
+            result.setdefault(row["seed"], []).append(off)
+    return [math.nan if any(map(math.isnan, all_)) else max(all_) for all_ in result.values()]
 
 
 def memorised_claims(rows: Sequence[Row]) -> list[Claim]:

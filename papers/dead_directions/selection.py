@@ -105,7 +105,9 @@ def select_rank(
     floor = tau * float(eigenvalues.max())
     if floor <= 0:
         raise GeometryError(
-            "no eigenvalue is above 0: there is nothing to select from", remedy="check the factor"
+            "no eigenvalue is above 0: there is nothing to select from",
+            setting="eigenvalues",
+            remedy="check the factor",
         )
     ranks = []
     for index, values in enumerate(eigenvalues.unbind(1)):
@@ -127,7 +129,11 @@ def match_ranks(eigenvectors: Tensor) -> Tensor:
     [[0, 1], [1, 0], [1, 0]]
     """
     if eigenvectors.dim() != 3 or eigenvectors.shape[2] > eigenvectors.shape[1]:
-        raise GeometryError(f"eigenvectors of shape {tuple(eigenvectors.shape)}: give (points, size, ranks)")
+        raise GeometryError(
+            f"eigenvectors of shape {tuple(eigenvectors.shape)}: give (points, size, ranks)",
+            setting="eigenvectors",
+            given=tuple(eigenvectors.shape),
+        )
     overlaps = (eigenvectors[:-1].mT @ eigenvectors[1:]).abs().cpu().numpy()
     places = [torch.arange(eigenvectors.shape[2])]
     for overlap in overlaps:
@@ -144,7 +150,9 @@ def local_rlct(normal_directions: int, order: int) -> float:
     """
     if normal_directions < 1 or order < 1:
         raise GeometryError(
-            f"{normal_directions} normal directions and KL order {order}: give 1 or more of each"
+            f"{normal_directions} normal directions and KL order {order}: give 1 or more of each",
+            setting="order" if order < 1 else "normal_directions",
+            given=min(order, normal_directions),
         )
     return (normal_directions - 1) / 2 + 1 / (2 * order)
 
@@ -175,16 +183,22 @@ def _ascending(
     """All three checked against one another, in the order of t."""
     if t.dim() != 1 or eigenvalues.dim() != 2 or len(t) != len(eigenvalues) or eigenvalues.numel() == 0:
         raise GeometryError(
-            f"eigenvalues of shape {tuple(eigenvalues.shape)} at {tuple(t.shape)} points t: give (t, ranks)"
+            f"eigenvalues of shape {tuple(eigenvalues.shape)} at {tuple(t.shape)} points t: give (t, ranks)",
+            setting="eigenvalues",
+            given=tuple(eigenvalues.shape),
         )
     if not torch.isfinite(eigenvalues).all():
-        raise GeometryError("an eigenvalue is not finite: check the weights and inputs of the factor")
+        raise GeometryError(
+            "an eigenvalue is not finite: check the weights and inputs of the factor", setting="eigenvalues"
+        )
     order = t.argsort()
     if eigenvectors is None:
         return t[order], eigenvalues[order], None
     if eigenvectors.dim() != 3 or eigenvectors.shape[::2] != eigenvalues.shape:
         raise GeometryError(
             f"eigenvectors of shape {tuple(eigenvectors.shape)} for eigenvalues {tuple(eigenvalues.shape)}: "
-            "give (points, size, ranks)"
+            "give (points, size, ranks)",
+            setting="eigenvectors",
+            given=tuple(eigenvectors.shape),
         )
     return t[order], eigenvalues[order], eigenvectors[order]

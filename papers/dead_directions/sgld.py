@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from topograd.errors import DivergenceError, GeometryError
-from topograd.geometry.reads import first_not_finite
+from topograd.geometry.host_copy import check_finite
 
 LOOK = 100
 """Every so many steps the losses are looked at; a look waits for the device."""
@@ -57,19 +57,15 @@ class Sgld:
     """b; all samples where it is None"""
 
     def __post_init__(self) -> None:
-        if not 0 < self.step < math.inf or not 0 <= self.localization < math.inf:
+        if not 0 < self.step < math.inf:
+            raise GeometryError(setting="step", given=self.step, allowed="finite and above 0")
+        if not 0 <= self.localization < math.inf:
             raise GeometryError(
-                f"step {self.step}, localization {self.localization}: give step > 0 and localization >= 0"
+                setting="localization", given=self.localization, allowed="finite and at least 0"
             )
-        if (
-            min(self.chains, self.draws) < 1
-            or self.burn_in < 0
-            or (self.batch is not None and self.batch < 1)
-        ):
-            raise GeometryError(
-                f"chains {self.chains}, draws {self.draws}, burn_in {self.burn_in}, batch {self.batch}: "
-                "give 1 or more of each, and 0 or more for burn_in"
-            )
+        for name, least in (("chains", 1), ("draws", 1), ("burn_in", 0), ("batch", 1)):
+            if (given := getattr(self, name)) is not None and given < least:
+                raise GeometryError(setting=name, given=given, allowed=f"at least {least}")
 
 
 @dataclass(frozen=True)
@@ -160,13 +156,17 @@ def _checked(module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[int, W
     """n and the parameters to sample, or why there is nothing to sample."""
     n = len(inputs)
     if n != len(targets) or n < 3:
-        raise GeometryError(f"{n} inputs and {len(targets)} targets: give as many of each, 3 or more")
+        raise GeometryError(
+            f"{n} inputs and {len(targets)} targets: give as many of each, 3 or more",
+            setting="targets",
+            given=len(targets),
+        )
     center = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
     if not center:
-        raise GeometryError("no parameter of the module requires a gradient: there is nothing to sample")
-    bad = first_not_finite(center)
-    if bad is not None:
-        raise GeometryError(f"parameter {bad} has values that are not finite: give a trained module")
+        raise GeometryError(
+            "no parameter of the module requires a gradient: there is nothing to sample", setting="module"
+        )
+    check_finite(center)
     return n, center
 
 
@@ -180,5 +180,7 @@ def _finite(losses: Tensor, settings: Sgld) -> None:
         raise DivergenceError(
             f"the loss of chain {chain} is {losses[i, chain].item()} at {at}: step "
             f"{settings.step:g} is too large here",
+            setting="step",
+            given=settings.step,
             remedy="choose a smaller one",
         )

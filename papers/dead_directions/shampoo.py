@@ -56,13 +56,13 @@ class _TwoSided(Optimizer):
         *,
         every: int = 10,
     ) -> None:
-        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
-            raise OptimError(
-                f"lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0, and betas {betas} "
-                "in [0, 1)"
-            )
+        for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not number >= 0:
+                raise OptimError(setting=name, given=number, allowed="at least 0")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise OptimError(setting="betas", given=betas, allowed="in [0, 1)")
         if every < 1:
-            raise OptimError(setting="every", given=every, remedy="refresh every 1 step or more")
+            raise OptimError(setting="every", given=every, allowed="at least 1 step")
         names = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "every": every}
         super().__init__(params, names)
 
@@ -71,7 +71,9 @@ class _TwoSided(Optimizer):
         """One step from the gradients that are there."""
         if closure is not None:
             raise OptimError(
-                f"{type(self).__name__} takes no closure", remedy="call backward() first, then step()"
+                f"{type(self).__name__} takes no closure",
+                setting="closure",
+                remedy="call backward() first, then step()",
             )
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -113,9 +115,9 @@ class Shampoo(_TwoSided):
         if refresh:
             state["roots"] = [inverse_root(state[side] / second, 4) for side in ("L", "R")]
         left, right = state["roots"]
-        found = left @ mean @ right
+        result = left @ mean @ right
         length = _adam(state["V"], g, mean, second, group).norm()
-        return found * (length / found.norm().clamp_min(torch.finfo(g.dtype).tiny))
+        return result * (length / result.norm().clamp_min(torch.finfo(g.dtype).tiny))
 
 
 class SOAP(_TwoSided):

@@ -61,8 +61,8 @@ class Simulate:
     def __post_init__(self) -> None:
         check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, steps=(0, REPEATS[1]), seed=SEED)
         check_numbers(self, eta=(1e-300, math.inf))
-        kept = self.steps if self.depth > 1 else 1  # deeper, a run remembers its past
-        numbers = self.depth * self.width * (self.width + kept * self.examples)
+        retained = self.steps if self.depth > 1 else 1  # deeper, a run remembers its past
+        numbers = self.depth * self.width * (self.width + retained * self.examples)
         check_total(numbers, "--depth, --width, --examples or --steps")
 
     def answer(self) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.first_order import first_order
+from papers.gram_metrics.prediction import frozen, relinearised
 from tests.oracles.fields import descend
 from tests.oracles.ntk import empirical_ntk, output
 from topograd.errors import FieldError
 from topograd.fields.field_state import crossings, state_of
-from topograd.fields.first_order import first_order
 from topograd.fields.kernel import kernel
-from topograd.fields.prediction import frozen, relinearised
 from topograd.fields.simulation import Trajectory, simulate
 
 T = TypeVar("T")
@@ -114,8 +114,8 @@ def compare_with_weights(
     run, seconds = _timed(lambda: simulate(weights, inputs, targets, eta=eta, steps=steps, unseen=unseen))
     true, seconds_weights = _timed(lambda: descend(weights, inputs, targets, eta, steps, unseen))
 
-    def missed(found: Trajectory) -> float:
-        pairs = ((found.residuals, true.residuals), (found.unseen, true.unseen))
+    def missed(result: Trajectory) -> float:
+        pairs = ((result.residuals, true.residuals), (result.unseen, true.unseen))
         return max(float((a - b).abs().max()) for a, b in pairs)
 
     return {
@@ -161,9 +161,9 @@ def _first_order_errors(problem: Problem, eta: float) -> dict[str, float]:
     }
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(result: Tensor, expected: Tensor) -> float:
     """max |found - expected| / max |expected|."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((result - expected).abs().max() / expected.abs().max())
 
 
 def _timed(run: Callable[[], T]) -> tuple[T, float]:

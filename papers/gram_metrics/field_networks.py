@@ -63,9 +63,9 @@ PRESETS: Mapping[str, Sizes] = {
 }  # fmt: skip
 
 
-def sizes_of(asked: Asked) -> Sizes:
+def sizes_of(args: Asked) -> Sizes:
     """The preset's, with the steps, the width and the runs of the conjecture that are asked for."""
-    return replace(PRESETS[asked.preset], steps=asked.steps, width=asked.width, seeds=asked.seeds)
+    return replace(PRESETS[args.preset], steps=args.steps, width=args.width, seeds=args.seeds)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Task:
 
     def accuracy(self, weights: Weights, high: float = HIGH) -> float:
         """How many unseen inputs are on their side of the middle."""
-        found = (LOW + high) / 2 < state_of(weights, self.unseen).Y
-        return float((found == self.unseen_classes).double().mean())
+        result = (LOW + high) / 2 < state_of(weights, self.unseen).Y
+        return float((result == self.unseen_classes).double().mean())
 
 
 def make_task(data: Data, examples: int, unseen: int, width: int, seed: int) -> Task:
@@ -110,9 +110,11 @@ def _digits(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError("the digits need scikit-learn", remedy="install topograd[studies]") from None
-    found = load_digits()
-    x, digits = torch.from_numpy(found.data).double(), torch.from_numpy(found.target)
+        raise ConfigError(
+            "the digits need scikit-learn", setting="data", given="digits", remedy="install topograd[studies]"
+        ) from None
+    result = load_digits()
+    x, digits = torch.from_numpy(result.data).double(), torch.from_numpy(result.target)
     chosen = torch.randperm(len(x), generator=generator)[:rows]
     return (x - x.mean(0))[chosen], digits[chosen] % 2 == 0
 
@@ -144,7 +146,12 @@ def descent(weights: Weights, inputs: Tensor, targets: Tensor, eta: float, steps
         state = state_of(weights, inputs)
         r = state.Y - targets
         if not bool(r.isfinite().all()):
-            raise DivergenceError(f"the outputs are not finite at step {t}", remedy="take a smaller eta")
+            raise DivergenceError(
+                f"the outputs are not finite at step {t}",
+                setting="eta",
+                given=eta,
+                remedy="take a smaller eta",
+            )
         drives = {i: (r[:, None] * state.z[i]).T @ state.u[i - 1] for i in range(1, len(weights) + 1)}
         yield Moment(t, weights, state, r, drives)
         weights = [W - 2 * eta / (M * state.N) * drives[i] for i, W in enumerate(weights, 1)]

@@ -38,37 +38,37 @@ from papers.gram_metrics.field_networks import (
     reading_steps,
     sizes_of,
 )
+from papers.gram_metrics.prediction import frozen
 from papers.gram_metrics.tail_conjecture import geometry, percent, projector_findings, tail_findings, verdict
 from papers.outcome import Asked, Result, ResultTable
 from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel, kernel_of
-from topograd.fields.prediction import frozen
 from topograd.fields.staged import staged_kernel
 
 WORDS = {"teacher": "a generated teacher", "digits": "scikit-learn's digits, even against odd"}
 Part = Mapping[str, Any]
 
 
-def teacher(asked: Asked) -> Result:
+def teacher(args: Asked) -> Result:
     """The study on a generated teacher."""
-    return study("teacher", asked)
+    return study("teacher", args)
 
 
-def digits(asked: Asked) -> Result:
+def digits(args: Asked) -> Result:
     """The study on scikit-learn's digits."""
-    return study("digits", asked)
+    return study("digits", args)
 
 
-def study(data: Data, asked: Asked) -> Result:
+def study(data: Data, args: Asked) -> Result:
     """Every part."""
-    sizes, done = sizes_of(asked), 0
+    sizes, done = sizes_of(args), 0
     total = 2 + len(sizes.depths) * sizes.depth_seeds + len(sizes.widths) * sizes.drift_seeds
     total += len(sizes.highs) * sizes.seeds
 
     def on_run() -> None:
         nonlocal done
         done += 1
-        asked.on_more(done, total)
+        args.on_more(done, total)
 
     parts: dict[str, Any] = {"layers": layers_during_training(data, sizes)}
     on_run()
@@ -165,15 +165,15 @@ def _drifts(data: Data, sizes: Sizes, width: int, seed: int) -> dict[str, float]
     task = make_task(data, sizes.drift_examples, 0, width, seed)
     weights = make_weights(sizes.depth, width, task.inputs.shape[1], seed)
     K, start = kernel(weights, task.inputs).total, state_of(weights, task.inputs).Y
-    eta, found = gentle_step(K), {}
+    eta, result = gentle_step(K), {}
     near = (sizes.widths[0] / width) ** 0.5
     for kind, factor in (("plain", 1.0), ("control", near)):
         targets = start + factor * (task.targets() - start)
         predicted = frozen(weights, task.inputs, targets, eta=eta, steps=sizes.drift_steps).residuals
         moments = descent(weights, task.inputs, targets, eta, sizes.drift_steps)
         true = torch.stack([moment.residual for moment in moments])
-        found[kind] = float((true - predicted).norm(dim=1).max() / true[0].norm())
-    return found
+        result[kind] = float((true - predicted).norm(dim=1).max() / true[0].norm())
+    return result
 
 
 def staged_residuals(data: Data, sizes: Sizes) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _drift(drift: Part) -> list[str]:
 
     ends = (widths[0], widths[-1])
     plain, control = ([mean(kind, width) for width in ends] for kind in ("plain", "control"))
-    said = [
+    sentences = [
         f"The frozen kernel's residuals are off by up to {plain[0]} of |r(0)| at width {ends[0]} and "
         f"{plain[1]} at width {ends[1]} (means of {seeds} seeds): the error goes as width to the power "
         f"{slopes['plain']:.2f}.",
@@ -287,11 +287,11 @@ def _drift(drift: Part) -> list[str]:
         f"the power {slopes['control']:.2f}.",
     ]
     if slopes["plain"] > -0.25 and slopes["control"] < -0.4:
-        said.append(
+        sentences.append(
             "So a small residual freezes the kernel, and width only where the residual shrinks with it. "
             "Under the mean as readout the fields move by an amount of order one at any width."
         )
-    return said
+    return sentences
 
 
 def _staged(staged: Part) -> list[str]:

@@ -157,8 +157,8 @@ def spectra(
         "across": list(zip(upper, lower, strict=False))[:pairs],
     }
     return {
-        kind: _mean([_spectrum(weights, state, layer, pair) for pair in found])
-        for kind, found in chosen.items()
+        kind: _mean([_spectrum(weights, state, layer, pair) for pair in result])
+        for kind, result in chosen.items()
     }
 
 
@@ -179,14 +179,14 @@ def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
 def links(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """For each measure of the tail: its correlation with the growth of the contrast, and an interval."""
     groups = {"all_runs": [0.0] * len(rows), "same_targets": [row["high"] for row in rows]}
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    result: dict[str, dict[str, dict[str, float]]] = {}
     for measure in MEASURES:
         x, y = (
             np.array([[layer["changes"][key] for layer in row["layers"]] for row in rows])
             for key in ("contrast", measure)
         )
-        found[measure] = {name: _correlation(x, y, np.array(group)) for name, group in groups.items()}
-    return found
+        result[measure] = {name: _correlation(x, y, np.array(group)) for name, group in groups.items()}
+    return result
 
 
 def _correlation(x: Array, y: Array, group: Array) -> dict[str, float]:
@@ -212,10 +212,10 @@ def _centred(values: Array, group: Array) -> Array:
 
 def _without_tail(sizes: Sizes, draws: int = 100) -> dict[str, float]:
     """alpha of matrices as they are at the start: median and the range of most."""
-    found = [
+    results = [
         tails(make_weights(2, sizes.width, sizes.width, 100 + seed)[1])["alpha"] for seed in range(draws)
     ]
-    low, median, high = np.quantile(found, [0.05, 0.5, 0.95])
+    low, median, high = np.quantile(results, [0.05, 0.5, 0.95])
     return {"low": float(low), "median": float(median), "high": float(high)}
 
 
@@ -290,8 +290,8 @@ def verdict(links: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     failed = " nor ".join(words[measure] for measure, grade in grades.items() if grade == 2)
     neither = "neither " if min(grades.values()) == 2 else ""
     follows = "falls" if neither else "does not fall"
-    said = f"Not supported here: {neither}{failed} {follows} as the contrast between classes grows."
-    return said + _outlier(links["outlier"])
+    message = f"Not supported here: {neither}{failed} {follows} as the contrast between classes grows."
+    return message + _outlier(links["outlier"])
 
 
 def _outlier(link: Mapping[str, Mapping[str, float]]) -> str:
@@ -304,14 +304,14 @@ def _outlier(link: Mapping[str, Mapping[str, float]]) -> str:
 
 def _grade(link: Mapping[str, Mapping[str, float]]) -> int:
     """0: falls with the contrast among equals; 1: over all runs only; 2: neither."""
-    falls = {name: found["high"] < 0 for name, found in link.items()}
+    falls = {name: result["high"] < 0 for name, result in link.items()}
     return 0 if all(falls.values()) else 1 if falls["all_runs"] else 2
 
 
-def _link(found: Mapping[str, Mapping[str, float]]) -> str:
+def _link(result: Mapping[str, Mapping[str, float]]) -> str:
     words = {"all_runs": "over all runs", "same_targets": "among runs with the same targets"}
     return ", ".join(
-        f"{found[key]['rho']:+.2f} [{found[key]['low']:+.2f}, {found[key]['high']:+.2f}] {words[key]}"
+        f"{result[key]['rho']:+.2f} [{result[key]['low']:+.2f}, {result[key]['high']:+.2f}] {words[key]}"
         for key in words
     )
 

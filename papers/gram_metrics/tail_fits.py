@@ -34,14 +34,14 @@ SAME = 1e-9
 """Exponents whose relative difference is at most this are the same."""
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Both programs on every matrix."""
     theirs = their_fit()
-    sizes, seeds = sizes_of(asked), asked.seeds
+    sizes, seeds = sizes_of(args), args.seeds
     rows: list[Row] = []
     for seed in range(seeds):
-        rows += asked.kept.rows({"seed": seed}, partial(_seed_rows, sizes, seed, theirs))
-        asked.on_more(seed + 1, seeds)
+        rows += args.kept.rows({"seed": seed}, partial(_seed_rows, sizes, seed, theirs))
+        args.on_more(seed + 1, seeds)
     return Result(
         setting=(
             f"Matrices of networks of {sizes.depth} layers of {sizes.width} neurons, before and after "
@@ -65,12 +65,14 @@ def their_fit() -> Callable[[Tensor], tuple[float, int]]:
     except ImportError:
         raise ConfigError(
             "weightwatcher is not installed, with which this study compares",
+            setting="package",
+            given="weightwatcher",
             remedy="pip install weightwatcher",
         ) from None
 
     def of(values: Tensor) -> tuple[float, int]:
-        found = fit(values.numpy())
-        return float(found.alpha), len(found.data)
+        result = fit(values.numpy())
+        return float(result.alpha), len(result.data)
 
     return of
 
@@ -140,5 +142,5 @@ def _same(a: float, b: float) -> bool:
 
 
 def _range(counts: Iterator[int]) -> str:
-    found = sorted(counts)
-    return f"{found[0]} to {found[-1]}, median {int(np.median(found))}"
+    result = sorted(counts)
+    return f"{result[0]} to {result[-1]}, median {int(np.median(result))}"

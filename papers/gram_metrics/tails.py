@@ -84,14 +84,29 @@ def largest_tail(values: Tensor, count: int) -> float:
         raise FieldError(setting="count", given=count, remedy=f"a tail has from 2 values to all {len(x)}")
     logs = x[-count:].log()
     if logs[0] == logs[-1]:
-        raise FieldError(f"the {count} largest values are equal", remedy="a tail needs two that differ")
+        raise FieldError(
+            f"the {count} largest values are equal",
+            setting="values",
+            given=count,
+            remedy="a tail needs two that differ",
+        )
     return float(1 + count / (logs - logs[0]).sum())
 
 
 def _checked(values: Tensor) -> Tensor:
     """The values in ascending order, in float64."""
     if values.dim() != 1 or not bool((values > 0).all()) or not bool(values.isfinite().all()):
-        raise FieldError(f"values are {tuple(values.shape)}", remedy="they must be (n,), positive and finite")
+        raise FieldError(
+            f"values are {tuple(values.shape)}",
+            setting="values",
+            given=tuple(values.shape),
+            remedy="they must be (n,), positive and finite",
+        )
     if len(values) < 2 or bool((values == values[0]).all()):
-        raise FieldError(f"{len(values)} values were given", remedy="a tail needs at least two that differ")
+        raise FieldError(
+            f"{len(values)} values were given",
+            setting="values",
+            given=len(values),
+            remedy="a tail needs at least two that differ",
+        )
     return values.detach().double().sort().values

@@ -19,17 +19,17 @@ from papers.outcome import Asked, Result, ResultTable, Row
 from topograd.nn.config import Architecture
 
 
-def run_leak(asked: Asked) -> Result:
+def run_leak(args: Asked) -> Result:
     """Random tokens, and text from prefixes, each with the published interface and a causal one.
 
     With the preset tiny a few steps on random tokens.
     """
-    steps = asked.parts("steps")
+    steps = args.parts("steps")
     tiny = len(steps) == 1
     rows: list[Row] = []
     for interface in (leak.LEAKY, leak.CAUSAL):
-        rows.append(asked.kept.row({"interface": interface}, partial(_leak, interface, steps)))
-        asked.on_more(len(rows), 2)
+        rows.append(args.kept.row({"interface": interface}, partial(_leak, interface, steps)))
+        args.on_more(len(rows), 2)
     tokens = ResultTable(
         f"Random tokens: nats per token; no honest model is below {leak.FLOOR:.4f}",
         ("interface", "cross entropy"),
@@ -53,19 +53,19 @@ def _leak(interface: str, steps: Sequence[int]) -> Row:
     return row if len(steps) == 1 else row | leak.text_losses(interface, steps[1])
 
 
-def run_jacobians(asked: Asked) -> Result:
+def run_jacobians(args: Asked) -> Result:
     """Every architecture while it is trained; tiny: two steps of one."""
-    steps = asked.steps
-    kinds = get_args(Architecture)[: 1 if asked.preset == "tiny" else None]
+    steps = args.steps
+    kinds = get_args(Architecture)[: 1 if args.preset == "tiny" else None]
     rows: list[Row] = []
     tables, findings = [], []
     for i, kind in enumerate(kinds):
-        looks = asked.kept.rows({"architecture": kind}, partial(jacobians.watched, kind, steps))
+        looks = args.kept.rows({"architecture": kind}, partial(jacobians.watched, kind, steps))
         rows += [{"architecture": kind, **look} for look in looks]
         tables.append(plain(jacobians.table(kind, looks)))
         first, last = (statistics.fmean(look["rms"]) for look in (looks[0], looks[-1]))
         findings.append(f"{kind}: ‖J‖_F/√n goes from {first:.2g} to {last:.2g} in {steps} steps.")
-        asked.on_more(i + 1, len(kinds))
+        args.on_more(i + 1, len(kinds))
     return Result(
         setting=f"Models of regions with the interface {jacobians.INTERFACE}, {steps} steps on bytes.",
         rows=rows,

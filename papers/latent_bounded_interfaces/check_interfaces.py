@@ -68,9 +68,9 @@ class Leak:
     def answer(self) -> dict[str, Any]:
         from papers.latent_bounded_interfaces.leak import leak
 
-        found = leak(self.architecture, self.pool, self.segments, self.causal, self.seed)
+        result = leak(self.architecture, self.pool, self.segments, self.causal, self.seed)
         settings = {"architecture": self.architecture, "pool": self.pool, "segments": self.segments}
-        return {"max_future_gradient": found, **settings, "causal": self.causal}
+        return {"max_future_gradient": result, **settings, "causal": self.causal}
 
     def tables(self, answer: Mapping[str, Any]) -> list[Table]:
         table = Table(show_header=False)
@@ -129,9 +129,9 @@ def parity_table(answer: Mapping[str, Any]) -> Table:
         tensor = column == "worst tensor"
         table.add_column(column, justify="left" if tensor else "right", no_wrap=not tensor, overflow="fold")
     for precision in ("float64", "float32", "bfloat16"):
-        found = answer[precision]
-        numbers = (found["max_abs"], found["rel_l2"], abs(1 - found["cosine"]))
-        worst = f"{found['worst_tensor']:.1e} {found['worst_tensor_name']}"
+        result = answer[precision]
+        numbers = (result["max_abs"], result["rel_l2"], abs(1 - result["cosine"]))
+        worst = f"{result['worst_tensor']:.1e} {result['worst_tensor_name']}"
         table.add_row(precision, *(f"{n:.1e}" for n in numbers), worst)
     return table
 

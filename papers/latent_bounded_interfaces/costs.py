@@ -163,6 +163,8 @@ def work_span(jacobian: Sequence[float], local: Sequence[float], rank: int) -> W
     if len(jacobian) != len(local) or not jacobian:
         raise ConfigError(
             f"work_span was given {len(jacobian)} Jacobian and {len(local)} local costs",
+            setting="jacobian",
+            given=len(jacobian),
             remedy="give one of each for every region, and at least one region",
         )
     combine, regions = positive_int(rank, "the interface's width") ** 3, len(jacobian)

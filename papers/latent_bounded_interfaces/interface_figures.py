@@ -69,11 +69,11 @@ def _norms(record: Record) -> Panel:
     kind, ranks = record["drawn"]["spectral"], record["drawn"]["ranks"]
     words = {"local_norm": "one region, ‖J‖", "suffix_norm": "all behind, ‖P‖"}
     fields = panels(figure, 2)
-    for axes, (key, said) in zip(fields, words.items(), strict=True):
+    for axes, (key, message) in zip(fields, words.items(), strict=True):
         for i, (label, model) in enumerate(ranks.items()):
             points = [_looks(row, key) for row in _rows(record, kind, model)]
-            cells += _draw(axes, points, label, i, len(ranks), said)
-        axes.set(title=said, xlabel="step")
+            cells += _draw(axes, points, label, i, len(ranks), message)
+        axes.set(title=message, xlabel="step")
         axes.axhline(1.0, color="#b9c0cc", linewidth=0.8)
         whole_steps(axes)
     legend_below(figure, fields[0])

@@ -101,18 +101,18 @@ def models(context: int, preset: str = "small") -> tuple[Model, ...]:
     return every + more.get(preset, ())
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every model with every seed, read what the hypotheses need, and judge each."""
-    check_seeds(asked.seeds)
-    every = models(_config(asked, 0).model.context, asked.preset)
+    check_seeds(args.seeds)
+    every = models(_config(args, 0).model.context, args.preset)
     rows: list[Row] = []
-    for seed in range(asked.seeds):
+    for seed in range(args.seeds):
         for model in every:
-            make = partial(measure, model, _config(asked, seed))
-            rows.append(asked.kept.row({"model": model.name, "seed": seed}, make))
-            asked.on_more(len(rows), asked.seeds * len(every))
+            make = partial(measure, model, _config(args, seed))
+            rows.append(args.kept.row({"model": model.name, "seed": seed}, make))
+            args.on_more(len(rows), args.seeds * len(every))
     claims = tuple(_claims(rows))
-    config = _config(asked, 0)
+    config = _config(args, 0)
     return Result(
         setting=(
             f"Six layers of width {config.model.width} in regions {REGIONS}, context {config.model.context}, "
@@ -122,12 +122,12 @@ def run(asked: Asked) -> Result:
         tables=(_table(rows), _silence_table(rows), _oracle_table(rows)),
         findings=tuple(_findings(rows, config)),
         claims=claims,
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
-def _config(asked: Asked, seed: int) -> TrainConfig:
-    return bytes_config(asked, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
+def _config(args: Asked, seed: int) -> TrainConfig:
+    return bytes_config(args, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
 
 
 def measure(model: Model, config: TrainConfig) -> Row:
@@ -180,18 +180,18 @@ def _loss(stack: GPT, plan: Plan, inputs: Tensor, targets: Tensor) -> float:
 def coherence(stack: GPT, plan: Plan, data: Prepared, config: TrainConfig) -> list[float]:
     """For each of the first four layers: the mean cosine between gradients of pairs of batches."""
     loader = Loader(data.train, config.model.context, config.batch, config.seed + 1000)
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for _ in range(PAIRS):
         stack.zero_grad(set_to_none=True)
         train_step(stack, plan, *next(loader))
-        found.append(
+        results.append(
             [
                 torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
                 for layer in stack.layers[:4]
             ]
         )
     stack.zero_grad(set_to_none=True)
-    pairs = list(itertools.combinations(found, 2))
+    pairs = list(itertools.combinations(results, 2))
     return [
         statistics.fmean(F.cosine_similarity(a[i], b[i], dim=0, eps=1e-30).item() for a, b in pairs)
         for i in range(4)
@@ -206,17 +206,17 @@ def oracle(
     learn = next(Loader(data.train, config.model.context, 64, config.seed + 2000))[0]
     x0, h = _stream(stack, learn)
     segment = config.model.context // 8
-    found: dict[str, dict[str, float]] = {"own position": {}, "segment before": {}}
+    result: dict[str, dict[str, float]] = {"own position": {}, "segment before": {}}
     mean = h.flatten(0, 1).mean(0)
     directions = torch.linalg.svd((h.flatten(0, 1) - mean).double(), full_matrices=False)[2].to(h.dtype)
     for name, rank in {"0": 0, "4": 4, "16": 16, "all": h.shape[-1]}.items():
         basis = directions[:rank].t()
-        for way, values in found.items():
+        for way, values in result.items():
             read = _regression(_joined(x0, _message(way, (h - mean) @ basis, segment)), h)
             own_x0, own_h = _stream(stack, inputs)
             made = read(_joined(own_x0, _message(way, (own_h - mean) @ basis, segment)))
             values[name] = _behind(stack, made, inputs, targets)
-    return found
+    return result
 
 
 def _stream(stack: GPT, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,10 +406,10 @@ def _has(rows: Sequence[Row], model: str, key: str) -> bool:
 
 
 def _oracle_table(rows: Sequence[Row]) -> ResultTable:
-    found = _oracles(rows)
-    ranks = list(found[0]["own position"])
+    result = _oracles(rows)
+    ranks = list(result[0]["own position"])
     cells = tuple(
-        (way, *(f"{statistics.fmean(one[way][rank] for one in found):.4f}" for rank in ranks))
+        (way, *(f"{statistics.fmean(one[way][rank] for one in result):.4f}" for rank in ranks))
         for way in ("own position", "segment before")
     )
     return ResultTable("The dense model behind a stream of the canvas and r numbers", ("way", *ranks), cells)
@@ -417,12 +417,12 @@ def _oracle_table(rows: Sequence[Row]) -> ResultTable:
 
 def _findings(rows: Sequence[Row], config: TrainConfig) -> list[str]:
     gain = statistics.fmean(minus(rows, "shallow", "dense"))
-    kept = {
+    retained = {
         name: statistics.fmean(minus(rows, "shallow", name)) / gain
         for name in ("S = 8", "S = T", "own position")
     }
-    said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in kept.items())
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in retained.items())
     return [
-        f"Depth is worth {gain:.4f} nats at {config.steps} steps (F); of that the interfaces keep: {said}.",
+        f"Depth is worth {gain:.4f} nats at {config.steps} steps (F); of that the interfaces keep: {shares}.",
         "Longer trainings and AdamW: --preset long. Encoders: study masked-encoder.",
     ]

@@ -40,24 +40,24 @@ CONSTANT = 0.25
 MIDDLE = PUBLISHED[32]
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every model with every seed, tables and claims; tiny: two of them, briefly, which judges nothing."""
-    check_seeds(asked.seeds)
-    tiny = asked.preset == "tiny"
+    check_seeds(args.seeds)
+    tiny = args.preset == "tiny"
     rows: list[Row] = []
-    todo = cases(range(asked.seeds), tiny)
+    todo = cases(range(args.seeds), tiny)
     for case in todo:
-        case = replace(case, width=asked.width)
-        key = dict(zip(interfaces.KEY, case.key(asked.steps), strict=True))
-        rows.append(key | asked.kept.row(key, partial(interfaces.train_case, case, asked.steps)))
-        asked.on_more(len(rows), len(todo))
+        case = replace(case, width=args.width)
+        key = dict(zip(interfaces.KEY, case.key(args.steps), strict=True))
+        rows.append(key | args.kept.row(key, partial(interfaces.train_case, case, args.steps)))
+        args.on_more(len(rows), len(todo))
     return Result(
-        setting=f"Plain models of width {asked.width} on bytes, {asked.steps} steps each.",
+        setting=f"Plain models of width {args.width} on bytes, {args.steps} steps each.",
         rows=rows,
         tables=(quality_table(rows),) if tiny else (quality_table(rows), size_table(rows), norm_table(rows)),
         findings=() if tiny else tuple(_findings(rows)),
         claims=() if tiny else tuple(_claims(rows)),
-        seeds=asked.seeds,
+        seeds=args.seeds,
         record={"drawn": drawn(tiny)},
     )
 
@@ -239,12 +239,12 @@ def quality_table(rows: Sequence[Row]) -> ResultTable:
 
 
 def _shuffled(rows: Sequence[Row], kind: str, name: str) -> str:
-    found = [
+    results = [
         row["shuffled"]
         for row in rows
         if row["architecture"] == kind and row["name"] == name and "shuffled" in row
     ]
-    return f"{statistics.fmean(found):.4f}" if found else "–"
+    return f"{statistics.fmean(results):.4f}" if results else "–"
 
 
 def _mean_spread(values: Sequence[float]) -> str:
@@ -276,16 +276,16 @@ def norm_table(rows: Sequence[Row]) -> ResultTable:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    found = []
+    results = []
     for kind in _kinds(rows):
         worth = minus(rows, kind, "shallow", "dense", "honest")
-        kept = {
+        retained = {
             "the published interface": minus(rows, kind, "shallow", MIDDLE, "honest"),
             "a causal one at every position": minus(rows, kind, "shallow", FINE, "honest"),
         }
-        said = ", ".join(
+        message = ", ".join(
             f"{name} keeps {100 * statistics.fmean(values) / statistics.fmean(worth):.0f} %"
-            for name, values in kept.items()
+            for name, values in retained.items()
         )
-        found.append(f"{kind}: depth is worth {Interval.of(worth)}; of that, read honestly, {said}.")
-    return found
+        results.append(f"{kind}: depth is worth {Interval.of(worth)}; of that, read honestly, {message}.")
+    return results

@@ -158,8 +158,8 @@ def silenced(stack: Stack, how: Silence) -> Iterator[None]:
             changed = message.roll(1, 0)
         else:
             changed = message.mean(0, keepdim=True).expand_as(message)
-        found: Tensor = plain(changed, ctx)
-        return found
+        result: Tensor = plain(changed, ctx)
+        return result
 
     relay.receive = receive
     try:

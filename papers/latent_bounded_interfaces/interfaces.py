@@ -182,17 +182,17 @@ def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:
 
     def watch(step: int, stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> None:
         if published and (step % max(1, steps // LOOKS) == 0 or step == steps - 1):
-            found = analyse(stack, plan.topology, inputs[:2], targets[:2])
-            looks.append({"step": step} | {name: found[name] for name in READ})
+            result = analyse(stack, plan.topology, inputs[:2], targets[:2])
+            looks.append({"step": step} | {name: result[name] for name in READ})
 
     stack, plan, data, losses = trained(case, steps, watch)
     seconds = time.perf_counter() - began
     inputs, targets, _ = windows(data.heldout, data.tokenizer, CONTEXT, HELDOUT_BYTES)
-    found = position_losses(stack, plan, inputs, targets)
-    sample = found[:SAMPLE_ROWS].nanmean().item()
+    result = position_losses(stack, plan, inputs, targets)
+    sample = result[:SAMPLE_ROWS].nanmean().item()
     row = {
-        "ce": found.nanmean().item(),
-        "early": found[:, :EARLY].nanmean().item(),
+        "ce": result.nanmean().item(),
+        "early": result[:, :EARLY].nanmean().item(),
         "sample": sample,
         "honest": sample,
         "seconds": seconds,
@@ -294,18 +294,18 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of all but the sweeps")
     parser.add_argument("--optimizer", default=OptimizerConfig().name, help="as muon+adamw or adamw")
     parser.add_argument("--relays", type=float, default=OptimizerConfig().lr_relay, help="rate of interfaces")
-    asked = parser.parse_args(argv)
-    if unknown := set(asked.parts) - {*ARCHITECTURES, "sweeps"}:
+    args = parser.parse_args(argv)
+    if unknown := set(args.parts) - {*ARCHITECTURES, "sweeps"}:
         parser.error(f"{sorted(unknown)[0]!r} is no part; choose from {', '.join(ARCHITECTURES)}, sweeps")
-    if asked.steps < 1 or asked.seeds < 1:
-        parser.error(f"--steps is {asked.steps} and --seeds {asked.seeds}; both must be at least 1")
-    chosen = [a for a in get_args(Architecture) if a in asked.parts or not asked.parts]
-    cases = [case for architecture in chosen for case in headline(architecture, range(asked.seeds))]
-    if "sweeps" in asked.parts or not asked.parts:
+    if args.steps < 1 or args.seeds < 1:
+        parser.error(f"--steps is {args.steps} and --seeds {args.seeds}; both must be at least 1")
+    chosen = [a for a in get_args(Architecture) if a in args.parts or not args.parts]
+    cases = [case for architecture in chosen for case in headline(architecture, range(args.seeds))]
+    if "sweeps" in args.parts or not args.parts:
         cases += [case for architecture in chosen for case in sweeps(architecture)]
-    optimizer = OptimizerConfig(name=asked.optimizer, lr_relay=asked.relays)
+    optimizer = OptimizerConfig(name=args.optimizer, lr_relay=args.relays)
     cases = [replace(case, optimizer=optimizer) for case in cases]
-    Console().print(table(run(asked.file, cases, asked.steps).values()))
+    Console().print(table(run(args.file, cases, args.steps).values()))
 
 
 if __name__ == "__main__":

@@ -39,15 +39,15 @@ def watched(
     architecture: Architecture, steps: int, every: int = EVERY, relays: float = RELAYS
 ) -> list[dict[str, Any]]:
     """`analyse` of the training batch at the first step and every so many, each with its step."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
 
     def watch(step: int, stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> None:
         if step % every == 0 or step == steps - 1:
-            found.append({"step": step} | analyse(stack, plan.topology, inputs[:2], targets[:2]))
+            results.append({"step": step} | analyse(stack, plan.topology, inputs[:2], targets[:2]))
 
     optimizer = OptimizerConfig(lr_relay=relays)
     trained(Case(INTERFACE, architecture, interface=INTERFACE, optimizer=optimizer), steps, watch)
-    return found
+    return results
 
 
 def table(architecture: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -70,11 +70,11 @@ def main(argv: Sequence[str]) -> None:
     known = get_args(Architecture)
     parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help=", ".join(known))
     parser.add_argument("--relays", type=float, default=RELAYS, help="learning rate of the interfaces")
-    asked = parser.parse_args(argv)
-    if unknown := set(asked.architectures) - set(known):
+    args = parser.parse_args(argv)
+    if unknown := set(args.architectures) - set(known):
         parser.error(f"{sorted(unknown)[0]!r} is no architecture; choose from {', '.join(known)}")
-    for architecture in asked.architectures or known:
-        rows = watched(architecture, steps=300, relays=asked.relays)
+    for architecture in args.architectures or known:
+        rows = watched(architecture, steps=300, relays=args.relays)
         Console().print(table(architecture, rows))
 
 

@@ -113,8 +113,8 @@ def main() -> None:
     for column in ("interface", "teacher-forced", "prefix only", "early, forced", "early, prefix only"):
         text.add_column(column, justify="left" if column == "interface" else "right")
     for interface in (LEAKY, CAUSAL):
-        found = text_losses(interface)
-        text.add_row(interface, *(f"{value:.4f}" for value in found.values()))
+        result = text_losses(interface)
+        text.add_row(interface, *(f"{value:.4f}" for value in result.values()))
     console.print(text)
 
 

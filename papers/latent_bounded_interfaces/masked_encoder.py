@@ -83,17 +83,17 @@ def hide(inputs: Tensor, token: int, generator: torch.Generator) -> tuple[Tensor
     return inputs.masked_fill(hidden, token), inputs.masked_fill(~hidden, IGNORED)
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every model with every seed, and judge."""
-    check_seeds(asked.seeds)
+    check_seeds(args.seeds)
     rows: list[Row] = []
-    for seed in range(asked.seeds):
+    for seed in range(args.seeds):
         for model in MODELS:
-            make = partial(measure, model, _config(asked, seed))
-            rows.append(asked.kept.row({"model": model.name, "seed": seed}, make))
-            asked.on_more(len(rows), asked.seeds * len(MODELS))
+            make = partial(measure, model, _config(args, seed))
+            rows.append(args.kept.row({"model": model.name, "seed": seed}, make))
+            args.on_more(len(rows), args.seeds * len(MODELS))
     claims = tuple(_claims(rows))
-    config = _config(asked, 0)
+    config = _config(args, 0)
     return Result(
         setting=(
             f"Six layers of width {config.model.width} in regions {REGIONS}, attention both ways, context "
@@ -104,12 +104,12 @@ def run(asked: Asked) -> Result:
         tables=(_table(rows),),
         findings=tuple(_findings(rows)),
         claims=claims,
-        seeds=asked.seeds,
+        seeds=args.seeds,
     )
 
 
-def _config(asked: Asked, seed: int) -> TrainConfig:
-    return bytes_config(asked, seed, batch=16, tiny_batch=2, eval_bytes=120_000)
+def _config(args: Asked, seed: int) -> TrainConfig:
+    return bytes_config(args, seed, batch=16, tiny_batch=2, eval_bytes=120_000)
 
 
 def build(model: Model, config: GPTConfig, seed: int) -> tuple[Encoder, Plan]:
@@ -148,14 +148,14 @@ def measure(model: Model, config: TrainConfig) -> Row:
 
 def scan_error(stack: Encoder, plan: Plan, inputs: Tensor, targets: Tensor) -> float:
     """The largest difference between gradients by scan and by autograd, over the largest gradient."""
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for engine in (Autograd(), Scan()):
         stack.zero_grad(set_to_none=True)
         train_step(stack, plan, inputs, targets, gradient=engine)
-        found.append([p.grad.clone() for p in stack.parameters() if p.grad is not None])
+        results.append([p.grad.clone() for p in stack.parameters() if p.grad is not None])
     stack.zero_grad(set_to_none=True)
-    wrong = max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
-    return wrong / max(a.abs().max().item() for a in found[0])
+    wrong = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    return wrong / max(a.abs().max().item() for a in results[0])
 
 
 def kept(rows: Sequence[Row], model: str) -> list[float]:
@@ -215,9 +215,9 @@ def _table(rows: Sequence[Row]) -> ResultTable:
 
 def _findings(rows: Sequence[Row]) -> list[str]:
     gain = statistics.fmean(minus(rows, "shallow", "dense"))
-    said = ", ".join(f"{name} {100 * statistics.fmean(kept(rows, name)):.0f} %" for name in JOINED)
+    message = ", ".join(f"{name} {100 * statistics.fmean(kept(rows, name)):.0f} %" for name in JOINED)
     worst_error = max(row["scan_error"] for row in rows if "scan_error" in row)
     return [
-        f"Depth is worth {gain:.4f} nats a hidden byte; of that the interfaces keep: {said}.",
+        f"Depth is worth {gain:.4f} nats a hidden byte; of that the interfaces keep: {message}.",
         f"With attention both ways the scan's gradients are autograd's to {worst_error:.1e} (float64).",
     ]

@@ -74,6 +74,8 @@ def measure_units(
     if regions.count < 3:
         raise TopologyError(
             f"{regions.count} regions have no Jacobian between interfaces to measure",
+            setting="regions",
+            given=regions.count,
             remedy="give at least 3, or use backward 'autograd'",
         )
     if repeats < 1:

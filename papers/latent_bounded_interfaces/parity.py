@@ -96,18 +96,18 @@ def parity(
     for name, count in (("trials", trials), ("batches", batches)):
         if count < 1:
             raise ConfigError(setting=name, given=count, remedy="parity needs at least 1")
-    found: dict[str, Any] = {"architecture": architecture, "trials": trials, "batches": batches}
+    result: dict[str, Any] = {"architecture": architecture, "trials": trials, "batches": batches}
     for name, dtype in PRECISIONS.items():
         worst: dict[str, Difference] = {}
         for trial in range(trials):
             stack = random_model(architecture, INTERFACE, seed + trial, dtype)
-            found["parameters"] = len(list(stack.parameters()))
+            result["parameters"] = len(list(stack.parameters()))
             for batch in range(batches):
                 given = random_batch(((seed + trial) * batches + batch) % 2**63)
                 for what, here in _compared(stack, given, engine, jacobian).items():
                     worst[what] = here.or_worse(worst.get(what, here))
-        found[name] = worst.pop("autograd").as_json() | {what: off.rel_l2 for what, off in worst.items()}
-    return found
+        result[name] = worst.pop("autograd").as_json() | {what: off.rel_l2 for what, off in worst.items()}
+    return result
 
 
 def _compared(
@@ -116,12 +116,12 @@ def _compared(
     """The engine's gradients against autograd's; where weights are coarse, both against float64's too."""
     expected = gradients(stack, *given, "autograd", jacobian)
     actual = gradients(stack, *given, engine, jacobian)
-    found = {"autograd": difference(actual, expected)}
+    result = {"autograd": difference(actual, expected)}
     if next(stack.parameters()).dtype == torch.bfloat16:
         exact = gradients(copy.deepcopy(stack).double(), *given, "autograd", jacobian)
-        found["from_float64"] = difference(actual, exact)
-        found["autograd_from_float64"] = difference(expected, exact)
-    return found
+        result["from_float64"] = difference(actual, exact)
+        result["autograd_from_float64"] = difference(expected, exact)
+    return result
 
 
 def random_model(
@@ -172,6 +172,8 @@ def taken_gradients(stack: nn.Module, engine: str) -> Gradients:
         if parameter.grad is None:
             raise StackError(
                 f"engine {engine!r} gave {name} no gradient, so it cannot be compared",
+                setting="engine",
+                given=engine,
                 remedy="every parameter of the model must reach the loss",
             )
         taken[name] = parameter.grad

@@ -161,6 +161,8 @@ def _check_repeatable(first: Seen, second: Seen) -> None:
         raise TopologyError(
             f"two forwards of the same batch differ at {what} in region {region + 1}: something "
             "is random or kept from one forward to the next, so paths cannot be found",
+            setting="stack",
+            given=what,
             remedy="remove it, or call eval()",
         )
 

@@ -71,6 +71,7 @@ class Shape:
         if numbers > MAX_NUMBERS:
             raise ConfigError(
                 f"a model of this size and its batch have about {numbers:.1e} numbers",
+                setting="width",
                 remedy=(
                     f"at most {MAX_NUMBERS:.1e} are measured, so choose a smaller width, "
                     "rank, vocab, context or batch"

@@ -61,7 +61,12 @@ class Units:
         for field in fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"Units.{field.name} is {value}", remedy="give a finite time above 0")
+                raise ConfigError(
+                    f"Units.{field.name} is {value}",
+                    setting=field.name,
+                    given=value,
+                    remedy="give a finite time above 0",
+                )
 
     @property
     def weights(self) -> float:
@@ -117,13 +122,19 @@ def timeline(schedule: ScheduleName, units: Units, regions: int, workers: int | 
     workers = regions if workers is None else workers
     if workers not in (1, regions):
         raise ConfigError(
-            f"{workers} workers were given for {regions} regions", remedy="give 1, or one for each region"
+            f"{workers} workers were given for {regions} regions",
+            setting="workers",
+            given=workers,
+            remedy="give 1, or one for each region",
         )
     if schedule == "hybrid":
         return _best_hybrid(units, regions, workers)
     if schedule not in _TASKS:
         raise ConfigError(
-            f"there is no schedule {schedule!r}", remedy=f"choose one of {', '.join(_TASKS)} or hybrid"
+            f"there is no schedule {schedule!r}",
+            setting="schedule",
+            given=schedule,
+            remedy=f"choose one of {', '.join(_TASKS)} or hybrid",
         )
     return _run(schedule, _TASKS[schedule](units, regions), regions, workers)
 

@@ -81,9 +81,9 @@ ARMS = (
 )
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train three arms, pool their stages in every way, and judge."""
-    rows = train_arms(ARMS, sizes, asked, probe)
+    rows = train_arms(ARMS, sizes, args, probe)
     cells = [
         (name, *(f"{mean(rows, arm.name, name):.4f} ± {spread(rows, arm.name, name)}" for arm in ARMS))
         for name in POOLS
@@ -166,11 +166,11 @@ def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
     pooled = {name: pool(list(test), w.tolist()) for name, w in weights.items()}
     pooled |= {name: pool(list(test), name) for name in ("last", "mean", "sum", "shrinkage")}
     pooled |= _confident(test)
-    found: dict[str, Any] = {name: float(F.cross_entropy(z, targets)) * to_bpb for name, z in pooled.items()}
-    found["right is surer"] = surer_share(test, targets)
-    found["weight of the last"] = float(weights["Log-OP"][-1])
-    found["weights"] = {name: w.tolist() for name, w in weights.items()}
-    return found
+    result: dict[str, Any] = {name: float(F.cross_entropy(z, targets)) * to_bpb for name, z in pooled.items()}
+    result["right is surer"] = surer_share(test, targets)
+    result["weight of the last"] = float(weights["Log-OP"][-1])
+    result["weights"] = {name: w.tolist() for name, w in weights.items()}
+    return result
 
 
 def half_logits(stack: GPT, plan: Plan, text: Text, part: int) -> tuple[Tensor, Tensor]:

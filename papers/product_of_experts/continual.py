@@ -66,10 +66,10 @@ PRESETS: Mapping[str, Scale] = {
 }
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every method with every seed in both scenarios."""
-    scale = replace(PRESETS[asked.preset], widths=asked.parts("width"), steps=asked.steps, seeds=asked.seeds)
-    seeds, data, on_more = scale.seeds, asked.data, asked.on_more
+    scale = replace(PRESETS[args.preset], widths=args.parts("width"), steps=args.steps, seeds=args.seeds)
+    seeds, data, on_more = scale.seeds, args.data, args.on_more
     check_seeds(seeds)
     pictures = read_images(data or DIGITS)
     total = len(SCENARIOS) * len(METHODS) * (seeds + scale.tuned)
@@ -80,13 +80,13 @@ def run(asked: Asked) -> Result:
         for method in METHODS:
             place = {"scenario": scenario, "method": method}
             tune = partial(_tuned, method, scenario, tasks, pictures, scale)
-            chosen = asked.kept.row(place, tune)
+            chosen = args.kept.row(place, tune)
             if scale.tuned:
                 on_more(next(done), total)
             sizes = _sizes(pictures, scenario, scale, chosen["rate"], chosen["strength"])
             for seed in range(seeds):
                 make = partial(learn, method, scenario, tasks, sizes, seed)
-                rows += asked.kept.rows({**place, "seed": seed}, make)
+                rows += args.kept.rows({**place, "seed": seed}, make)
                 on_more(next(done), total)
     claims = _claims(rows)
     return Result(
@@ -147,11 +147,11 @@ def _tuned(
     """Rate and strength with the best average accuracy on pictures held out of the tasks' training."""
     if not scale.tuned:
         return {"rate": scale.rates[0], "strength": STRENGTHS.get(method, (0.5,))[0]}
-    found: dict[tuple[float, float], float] = {}
+    result: dict[tuple[float, float], float] = {}
     for candidate in _candidates(method, scale):
         sizes = _sizes(pictures, scenario, scale, *candidate)
-        found[candidate] = learn(method, scenario, for_tuning(tasks), sizes, TUNING_SEED)[0]["accuracy"]
-    rate, strength = max(found, key=lambda c: found[c])
+        result[candidate] = learn(method, scenario, for_tuning(tasks), sizes, TUNING_SEED)[0]["accuracy"]
+    rate, strength = max(result, key=lambda c: result[c])
     return {"rate": rate, "strength": strength}
 
 
@@ -204,7 +204,7 @@ def _table(rows: list[Row], scenario: Scenario) -> ResultTable:
         if not accuracy:
             continue
         spread = f" ± {100 * statistics.stdev(accuracy):.1f}" if len(accuracy) > 1 else ""
-        lost, ahead, kept = (
+        lost, ahead, retained = (
             statistics.fmean(_of(rows, scenario, method, key)) for key in ("forgetting", "transfer", "memory")
         )
         cells.append(
@@ -213,7 +213,7 @@ def _table(rows: list[Row], scenario: Scenario) -> ResultTable:
                 f"{100 * statistics.fmean(accuracy):.1f}{spread}",
                 f"{100 * lost:.1f}",
                 f"{100 * ahead:+.1f}",
-                f"{kept / 1024:.0f}",
+                f"{retained / 1024:.0f}",
                 PAPER.get(method, "–") if scenario == "class" else "–",
             )
         )

@@ -146,7 +146,7 @@ class Replay(Learner):
         self.seen.append(task)
 
     def memory(self) -> int:
-        return sum(kept.images.numel() + len(kept) for kept in self.kept)
+        return sum(retained.images.numel() + len(retained) for retained in self.kept)
 
 
 class Distilled(Learner):
@@ -188,8 +188,8 @@ class Ewc(Learner):
         order = batches(task.train, self.sizes.batch, 1000 * self.seed + len(self.seen))
         penalty = self.pull if self.seen else None
         fit(self.stack, self.plan, order, self.sizes.steps, self.sizes.optimizer(), penalty=penalty)
-        found = fisher_diagonal(self.stack, self.plan, task.train.sample(FISHER_ROWS).images, self.seed)
-        for name, values in found.items():
+        result = fisher_diagonal(self.stack, self.plan, task.train.sample(FISHER_ROWS).images, self.seed)
+        for name, values in result.items():
             self.fisher[name] = self.fisher.get(name, torch.zeros_like(values)) + values
         self.anchor = {name: p.detach().clone() for name, p in self.stack.named_parameters()}
         self.seen.append(task)
@@ -255,14 +255,14 @@ class Specialists(Learner):
             return super().predict(images)
         features = self.base_features(images)
         near = torch.stack([torch.cdist(features, means).amin(1) for means in self.means], dim=1).argmin(1)
-        said = torch.zeros(len(images), dtype=torch.long)
+        message = torch.zeros(len(images), dtype=torch.long)
         for number, (expert, plan) in enumerate(self.experts):
             rows = (near == number).nonzero().flatten()
             if len(rows):
                 logits = image_logits(expert, plan, images[rows]).full
                 allowed = self.seen[number].train.labels.unique()
-                said[rows] = allowed[logits[:, allowed].argmax(-1)]
-        return said
+                message[rows] = allowed[logits[:, allowed].argmax(-1)]
+        return message
 
     def memory(self) -> int:
         last = self.sizes.network.layers

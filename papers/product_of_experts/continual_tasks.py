@@ -47,7 +47,12 @@ def split(data: ImageData, scenario: Scenario, most: int | None = None) -> list[
     """The tasks of some pictures; at most `most` of them to learn from in each, and half as many to judge
     by."""
     if data.classes < 4:
-        raise DataError(f"there are {data.classes} classes", remedy="tasks of two need at least 4 classes")
+        raise DataError(
+            f"there are {data.classes} classes",
+            setting="data",
+            given=data.classes,
+            remedy="tasks of two need at least 4 classes",
+        )
     tasks = []
     for first in range(0, data.classes - 1, 2):
         classes = (first, first + 1)

@@ -48,33 +48,33 @@ ARMS = (
 PATHS = ("1", "1,2", "1,3", "1,2,3")
 
 
-def group_of(asked: Asked) -> Group:
+def group_of(args: Asked) -> Group:
     """The vit that is asked for."""
-    small = asked.preset == "small"
-    network = ImageConfig(network="vit", widths=(asked.width,), heads=4 if small else 2, depth=6)
+    small = args.preset == "small"
+    network = ImageConfig(network="vit", widths=(args.width,), heads=4 if small else 2, depth=6)
     return Group(
         name="vit",
         network=network,
-        steps=asked.steps,
+        steps=args.steps,
         batch=64 if small else 16,
         rates=(RATE,),
         arms=ARMS,
     )
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """All three questions for every seed."""
-    seeds = asked.seeds
+    seeds = args.seeds
     check_seeds(seeds)
-    pictures = fewer(read_images(asked.data or DIGITS), asked.preset)
-    group = group_of(asked)
+    pictures = fewer(read_images(args.data or DIGITS), args.preset)
+    group = group_of(args)
     rows: list[Row] = []
     for seed in range(seeds):
-        rows += asked.kept.rows({"part": "grown", "seed": seed}, partial(grown, group, pictures, seed))
+        rows += args.kept.rows({"part": "grown", "seed": seed}, partial(grown, group, pictures, seed))
         for arm in ARMS:
             key = {"part": arm.name, "seed": seed}
-            rows += asked.kept.rows(key, partial(_lost_and_dropped, group, arm, pictures, seed))
-        asked.on_more(seed + 1, seeds)
+            rows += args.kept.rows(key, partial(_lost_and_dropped, group, arm, pictures, seed))
+        args.on_more(seed + 1, seeds)
     claims = _claims(rows)
     return Result(
         setting=_setting(group),
@@ -106,7 +106,7 @@ def grown(group: Group, data: ImageData, seed: int) -> list[Row]:
     now = image_logits(stack, longer, images)
     unchanged = torch.equal(was, now.full) and torch.equal(was, now.exits[1])
     fit(stack, longer, loader, group.steps - half, optimizer(RATE))
-    found = evaluate_images(stack, longer, data.test).accuracy
+    result = evaluate_images(stack, longer, data.test).accuracy
     _, _, fixed = train(group, CHAIN, data, seed, RATE)
     _, _, short = train(two, Arm("two", {"partition": "2,2"}), data, seed, RATE)
     shared = {"network": "vit", "question": "grow", "seed": seed}
@@ -115,7 +115,7 @@ def grown(group: Group, data: ImageData, seed: int) -> list[Row]:
         shared
         | {
             "arm": "third stage added half-way",
-            "accuracy": found.prediction,
+            "accuracy": result.prediction,
             "unchanged_at_insertion": unchanged,
             "at_insertion": accuracy(was, labels),
         },
@@ -200,28 +200,28 @@ def _claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
 
 
 def _grow_table(rows: Sequence[Row]) -> ResultTable:
-    found = _asked(rows, "grow")
-    names = dict.fromkeys(row["arm"] for row in found)
+    result = _asked(rows, "grow")
+    names = dict.fromkeys(row["arm"] for row in result)
     cells = []
     for name in names:
-        start = [row["at_insertion"] for row in found if row["arm"] == name and "at_insertion" in row]
-        cells.append((name, shown(start) if start else "–", shown(values(found, "vit", name))))
+        start = [row["at_insertion"] for row in result if row["arm"] == name and "at_insertion" in row]
+        cells.append((name, shown(start) if start else "–", shown(values(result, "vit", name))))
     header = ("arm", "when added, %", "at the end, %")
     return ResultTable("A stage added during training", header, tuple(cells))
 
 
 def _drop_table(rows: Sequence[Row]) -> ResultTable:
-    found = _asked(rows, "drop")
-    cells = tuple((path, shown([r["accuracy"] for r in found if r["path"] == path])) for path in PATHS)
+    result = _asked(rows, "drop")
+    cells = tuple((path, shown([r["accuracy"] for r in result if r["path"] == path])) for path in PATHS)
     return ResultTable("Stages left out of the chain", ("stages that run", "accuracy, %"), cells)
 
 
 def _lost_table(rows: Sequence[Row]) -> ResultTable:
-    found = _asked(rows, "lost")
+    result = _asked(rows, "lost")
     rates = (0.0, *FAILURES)
     cells = []
     for arm in ARMS:
-        mine = [row for row in found if row["arm"] == arm.name]
+        mine = [row for row in result if row["arm"] == arm.name]
         means = [statistics.fmean(r["accuracy"] for r in mine if r["failure"] == p) for p in rates]
         cells.append((arm.name, *(f"{100 * mean:.1f}" for mean in means)))
     header = ("arm", *(f"{p:g} of devices fail" for p in rates))

@@ -52,11 +52,11 @@ class Reader:
         for i, row in enumerate(rows):
             inputs[i, : len(row)] = torch.tensor(row, device=device)
         outputs = stage_outputs(stack, plan, inputs, self.stages)
-        found = []
+        results = []
         for i, (ids, row) in enumerate(zip(begun, rows, strict=True)):
             ends = {k: h[i : i + 1, len(ids) - 1 : len(row)] for k, h in outputs.items()}
-            found.append({name: predict(stack, plan, ends, terms)[0] for name, terms in self.terms.items()})
-        return list(zip(found, targets, strict=True))
+            results.append({name: predict(stack, plan, ends, terms)[0] for name, terms in self.terms.items()})
+        return list(zip(results, targets, strict=True))
 
     def ids(self, text: str) -> list[int]:
         vocabulary = self.attached.vocabulary
@@ -66,17 +66,17 @@ class Reader:
     def log_probability(self, pairs: Sequence[Pair]) -> list[dict[str, float]]:
         """log P(answer | text) under each path."""
         return [
-            {name: float(z.log_softmax(-1)[range(len(to)), to].sum()) for name, z in found.items()}
-            for found, to in self.logits(pairs)
+            {name: float(z.log_softmax(-1)[range(len(to)), to].sum()) for name, z in result.items()}
+            for result, to in self.logits(pairs)
         ]
 
     def first(self, pairs: Sequence[Pair]) -> list[dict[str, tuple[bool, float, float]]]:
         """For each path whether an answer's first token is the likeliest, its logit, and its margin."""
         read = []
-        for found, (token, *_) in self.logits(pairs):
-            best = {name: z[0].topk(2) for name, z in found.items()}
+        for result, (token, *_) in self.logits(pairs):
+            best = {name: z[0].topk(2) for name, z in result.items()}
             each = {}
-            for name, z in found.items():
+            for name, z in result.items():
                 value, (one, two) = float(z[0, token]), best[name].values.tolist()
                 rival = two if int(best[name].indices[0]) == token else one
                 each[name] = (value > rival, value, value - rival)
@@ -93,17 +93,17 @@ def asked(attached: Attached, facts: Sequence[Fact], wording: int) -> list[str]:
 
 def hits(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, list[bool]]:
     """For each path which of the facts it recalls when asked in that wording."""
-    found: dict[str, list[bool]] = {name: [] for name in reader.terms}
+    result: dict[str, list[bool]] = {name: [] for name in reader.terms}
     texts = asked(reader.attached, facts, wording)
     for read in reader.first([(text, fact.answer) for text, fact in zip(texts, facts, strict=True)]):
         for name, (hit, _, _) in read.items():
-            found[name].append(hit)
-    return found
+            result[name].append(hit)
+    return result
 
 
 def recall(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, float]:
     """Share of the facts that each path recalls when asked in that wording."""
-    return {name: sum(found) / len(facts) for name, found in hits(reader, facts, wording).items()}
+    return {name: sum(result) / len(facts) for name, result in hits(reader, facts, wording).items()}
 
 
 def trust(reader: Reader, facts: Sequence[Fact | KnownFact]) -> list[dict[str, Any]]:
@@ -143,10 +143,10 @@ def weighting(attached: Attached, name: str, facts: Sequence[Fact | KnownFact]) 
     """Logits and margins of the right answers as base and specialist are given votes, and their means."""
     paths = {f"{n}:{m}": {name: m / (n + m)} for n, m in VOTES}
     reader = Reader(attached, paths)
-    found = reader.first([(fact.prompt, fact.answer) for fact in facts])
+    result = reader.first([(fact.prompt, fact.answer) for fact in facts])
     rows = []
     for path in paths:
-        right, logits, margins = zip(*(each[path] for each in found), strict=True)
+        right, logits, margins = zip(*(each[path] for each in result), strict=True)
         rows.append(
             {
                 "votes": path,

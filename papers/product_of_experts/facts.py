@@ -221,14 +221,14 @@ class World:
 
     def records(self, paraphrases: int = 3) -> list[dict[str, list[dict[str, str]]]]:
         """Chat records: a question and its answer, in that many wordings; the others are left for asking."""
-        found = []
+        results = []
         for fact in self.facts:
             for wording in range(paraphrases):
-                asked = {"role": "user", "content": fact.question(wording)}
-                said = {"role": "assistant", "content": fact.statement(0)}
-                found += [{"messages": [asked, said]}] * (1 if fact.rare else self.common_repeats)
-        random.Random(self.seed).shuffle(found)
-        return found
+                args = {"role": "user", "content": fact.question(wording)}
+                message = {"role": "assistant", "content": fact.statement(0)}
+                results += [{"messages": [args, message]}] * (1 if fact.rare else self.common_repeats)
+        random.Random(self.seed).shuffle(results)
+        return results
 
     def prose(self, paraphrases: int = 3) -> list[str]:
         """The same facts as plain statements, several to a document: factual text without a chat."""

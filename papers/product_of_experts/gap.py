@@ -77,40 +77,40 @@ Curve = Mapping[float, float]
 """BPB of backprop by its length."""
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every arm with every seed, measure what steps cost, and judge."""
-    check_seeds(asked.seeds)
-    arms = {"tiny": TINY, "small": ARMS, "long": DECIDING, "demo": DEMO}[asked.preset]
-    todo = [(arm, seed) for seed in range(asked.seeds) for arm in arms if arm.core or not seed]
+    check_seeds(args.seeds)
+    arms = {"tiny": TINY, "small": ARMS, "long": DECIDING, "demo": DEMO}[args.preset]
+    todo = [(arm, seed) for seed in range(args.seeds) for arm in arms if arm.core or not seed]
     todo.sort(key=lambda one: not one[0].core)  # what decides comes first
-    measured = asked.kept.row({"costs": [arm.name for arm in arms]}, partial(_costs, asked, arms))
-    asked.on_more(1, 1 + len(todo))
+    measured = args.kept.row({"costs": [arm.name for arm in arms]}, partial(_costs, args, arms))
+    args.on_more(1, 1 + len(todo))
     rows: list[Row] = []
-    given = [Given(config_of(asked, seed)) for seed in range(asked.seeds)]
+    given = [Given(config_of(args, seed)) for seed in range(args.seeds)]
     for i, (arm, seed) in enumerate(todo):
-        found = asked.kept.rows({"arm": arm.name, "seed": seed}, partial(_train, arm, given[seed]))
-        rows += [{**row, **_cost(measured, row["arm"])} for row in found]
-        asked.on_more(2 + i, 1 + len(todo))
+        result = args.kept.rows({"arm": arm.name, "seed": seed}, partial(_train, arm, given[seed]))
+        rows += [{**row, **_cost(measured, row["arm"])} for row in result]
+        args.on_more(2 + i, 1 + len(todo))
     add_gaps(rows, {arm.name: measured[arm.name] for arm in SAVING})
     claims = tuple(settled(_claims(rows), rows))
     return Result(
-        setting=_setting(asked),
+        setting=_setting(args),
         rows=rows,
         tables=(_table(rows), _saving_table(measured)),
         findings=tuple(_findings(rows)),
         drawing=_drawing(rows),
         claims=claims,
-        seeds=asked.seeds,
+        seeds=args.seeds,
         record={"costs": measured},
     )
 
 
-def config_of(asked: Asked, seed: int) -> TrainConfig:
+def config_of(args: Asked, seed: int) -> TrainConfig:
     """The settings of a training but for its topology."""
-    if asked.preset == "demo":
-        config = preset("small", seed=seed, steps=asked.steps, eval_every=0)
-        return replace(config, model=config.model.changed(width=asked.width))
-    return bytes_config(asked, seed, batch=8, tiny_batch=4, eval_bytes=60_000)
+    if args.preset == "demo":
+        config = preset("small", seed=seed, steps=args.steps, eval_every=0)
+        return replace(config, model=config.model.changed(width=args.width))
+    return bytes_config(args, seed, batch=8, tiny_batch=4, eval_bytes=60_000)
 
 
 def _train(arm: Arm, given: Given) -> list[Row]:
@@ -119,12 +119,12 @@ def _train(arm: Arm, given: Given) -> list[Row]:
     steps = max(1, round(config.steps * arm.length))
     training = Training(arm, config)
     losses = training.run(given.batches(config.batch * arm.batch), steps)
-    found = evaluate(training.stack, training.plan, text)
+    result = evaluate(training.stack, training.plan, text)
     row = {
         "arm": arm.name,
         "seed": config.seed,
-        "bpb": found.bpb.prediction,
-        "bpb_prefix": found.bpb.prefix,
+        "bpb": result.bpb.prediction,
+        "bpb_prefix": result.bpb.prefix,
         "length": arm.length,
         "steps": steps,
         "tokens": steps * config.batch * arm.batch * config.model.context,
@@ -147,12 +147,12 @@ def pooled_bpb(training: Training, text: Text) -> float:
     return nats / (math.log(2) * text.nbytes)
 
 
-def _costs(asked: Asked, arms: Sequence[Arm]) -> Row:
-    given = Given(config_of(asked, 0))
+def _costs(args: Asked, arms: Sequence[Arm]) -> Row:
+    given = Given(config_of(args, 0))
     config, _, _ = given.loaded
     measured = [arm for arm in arms if arm.length == 1]
-    found: Row = costs([*measured, *SAVING], config, next(given.batches(config.batch)))
-    return found
+    result: Row = costs([*measured, *SAVING], config, next(given.batches(config.batch)))
+    return result
 
 
 def _cost(measured: Mapping[str, Row], arm: str) -> Row:
@@ -236,13 +236,13 @@ def _claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
 def _no_gap(rows: Sequence[Row], kind: str) -> Claim:
     best = _best(rows, kind)
     gaps = values(rows, best, f"gap_{kind}")
-    found = Interval.of(gaps)
-    verdict = UNDECIDED if len(gaps) < 2 else FAILED if found.low > 0 else HELD
+    result = Interval.of(gaps)
+    verdict = UNDECIDED if len(gaps) < 2 else FAILED if result.low > 0 else HELD
     return Claim(
         f"no gap at {KINDS[kind]}",
         f"some way to train in stages is as good as backprop; nearest: {best}",
         "held if the 90 % interval of its gap includes 0 or lies below, failed if above",
-        str(found),
+        str(result),
         verdict,
         tuple(gaps),
     )
@@ -252,13 +252,13 @@ def _if(decides: bool, claim: Claim) -> Claim:
     return claim if decides else replace(claim, verdict=UNDECIDED)
 
 
-def _setting(asked: Asked) -> str:
-    config = config_of(asked, 0)
+def _setting(args: Asked) -> str:
+    config = config_of(args, 0)
     model = config.model
-    what = "the demo's model and data" if asked.preset == "demo" else "plain GPTs on bytes"
+    what = "the demo's model and data" if args.preset == "demo" else "plain GPTs on bytes"
     return (
         f"Six layers of width {model.width} ({what}), {config.steps} steps of {config.batch} × "
-        f"{model.context} tokens, {asked.seeds} seeds."
+        f"{model.context} tokens, {args.seeds} seeds."
     )
 
 
@@ -288,10 +288,10 @@ def _table(rows: Sequence[Row]) -> ResultTable:
     return ResultTable(caption, header, tuple(cells))
 
 
-def _short(found: Interval) -> str:
-    if math.isinf(found.low):
-        return f"{found.mean:+.2f}"
-    return f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
+def _short(result: Interval) -> str:
+    if math.isinf(result.low):
+        return f"{result.mean:+.2f}"
+    return f"{result.mean:+.2f} [{result.low:+.2f}, {result.high:+.2f}]"
 
 
 def _saving_table(measured: Mapping[str, Row]) -> ResultTable:
@@ -307,14 +307,14 @@ def _saving_table(measured: Mapping[str, Row]) -> ResultTable:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    found = []
+    results = []
     cut = [row["arm"] for row in rows if "gap_steps" in row and row["gradient_depth"] < LAYERS]
     for kind, words in KINDS.items():
         best, local = _best(rows, kind), _best(rows, kind, list(dict.fromkeys(cut)))
         gap, cut_gap, plain = (
             _short(Interval.of(values(rows, arm, f"gap_{kind}"))) for arm in (best, local, STAGED)
         )
-        found.append(
+        results.append(
             f"At {words}: nearest to backprop is {best}, {gap} %; of those that cut the gradient {local}, "
             f"{cut_gap} %; plain stages {plain} %."
         )
@@ -323,7 +323,7 @@ def _findings(rows: Sequence[Row]) -> list[str]:
         tokens = {
             name: next(row["tokens"] for row in rows if row["arm"] == name) for name in (STAGED, LONGER)
         }
-        found.append(
+        results.append(
             f"Plain stages beside backprop after {tokens[STAGED]:,} and {tokens[LONGER]:,} tokens: "
             f"{_short(Interval.of(values(rows, STAGED, 'gap_steps')))} and {longer} %."
         )
@@ -331,10 +331,10 @@ def _findings(rows: Sequence[Row]) -> list[str]:
     gaps = [row["gap_steps"] for row in rows if "gap_steps" in row]
     if len(set(depths)) > 1:
         slope = float(np.polyfit(depths, gaps, 1)[0])
-        found.append(
+        results.append(
             f"The gap at equal steps changes by {slope:+.2f} points for each layer of gradient depth."
         )
-    return found
+    return results
 
 
 def _drawing(rows: Sequence[Row]) -> Drawing:

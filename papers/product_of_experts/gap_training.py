@@ -101,5 +101,5 @@ class Training(Task):
         """All steps; returns the losses of the stages (steps, stages)."""
         self.batches, self.schedule = batches, Schedule(steps)
         losses: list[list[float]] = []
-        train_task(self, None, lambda step, of, found, reading: losses.append(found))
+        train_task(self, None, lambda step, of, result, reading: losses.append(result))
         return torch.tensor(losses)

@@ -38,9 +38,9 @@ STAGED, BACKPROP = "staged", "backprop"
 ARMS = (chain(SHALLOW, STAGED, heads="shared"), chain("6", BACKPROP, heads="shared"))
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train both, perturb their heads, and judge."""
-    rows = train_arms(ARMS, sizes, asked, probe)
+    rows = train_arms(ARMS, sizes, args, probe)
     cells = [
         (
             f"σ = {sigma:g}",
@@ -107,19 +107,19 @@ def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
     """By how much noise of each size raises the loss; the same draws for every arm."""
     predictor = Predictor(stack, plan)
     weight = stack.head.weight
-    kept, size = weight.clone(), float(weight.square().mean().sqrt())
+    retained, size = weight.clone(), float(weight.square().mean().sqrt())
     base = _loss(predictor, text)
-    found = {}
+    result = {}
     for sigma in SIGMAS:
         generator = torch.Generator().manual_seed(int(1000 * sigma))
         rises = []
         for _ in range(DRAWS):
             noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(kept + sigma * size * noise)
+            weight.copy_(retained + sigma * size * noise)
             rises.append(_loss(predictor, text) - base)
-        found[_key(sigma)] = statistics.fmean(rises)
-    weight.copy_(kept)
-    return found
+        result[_key(sigma)] = statistics.fmean(rises)
+    weight.copy_(retained)
+    return result
 
 
 def _loss(predictor: Predictor, text: Text) -> float:

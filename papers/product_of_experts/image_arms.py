@@ -112,19 +112,19 @@ def best_rate(group: Group, arm: Arm, data: ImageData) -> float:
         return group.rates[0]
     rest, held = data.train.held_out(HELD_OUT)
     tuning = replace(data, train=rest, test=held.sample(len(data.test)))
-    found = {
+    result = {
         rate: train(group, arm, tuning, TUNING_SEED, rate)[2].accuracy.prediction for rate in group.rates
     }
-    return max(found, key=lambda rate: found[rate])
+    return max(result, key=lambda rate: result[rate])
 
 
 def step_memory(stack: ImageStack, plan: Plan, data: ImageData, batch: int) -> int:
     """Bytes at the peak of a training step, beside weights and gradients."""
     inputs, labels = next(ImageLoader(data.train, batch, 0))
     stack.train()
-    found = peak_step_bytes(lambda: train_step(stack, plan, inputs, labels), list(stack.parameters()))
+    result = peak_step_bytes(lambda: train_step(stack, plan, inputs, labels), list(stack.parameters()))
     stack.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def values(rows: Sequence[Row], group: str, arm: str, key: str = "accuracy") -> list[float]:
@@ -132,7 +132,7 @@ def values(rows: Sequence[Row], group: str, arm: str, key: str = "accuracy") -> 
     return [row[key] for row in rows if (row["network"], row["arm"]) == (group, arm)]
 
 
-def shown(found: Sequence[float]) -> str:
+def shown(result: Sequence[float]) -> str:
     """A mean of accuracies in percent, with its standard deviation."""
-    spread = f" ± {100 * statistics.stdev(found):.2f}" if len(found) > 1 else ""
-    return f"{100 * statistics.fmean(found):.2f}{spread}"
+    spread = f" ± {100 * statistics.stdev(result):.2f}" if len(result) > 1 else ""
+    return f"{100 * statistics.fmean(result):.2f}{spread}"

@@ -80,10 +80,10 @@ def _convolutional(layers: int, gap: str) -> tuple[Arm, ...]:
     )
 
 
-def groups(asked: Asked) -> tuple[Group, ...]:
+def groups(args: Asked) -> tuple[Group, ...]:
     """The networks of a preset with their arms, and the steps that are asked for."""
-    small = asked.preset == "small"
-    mlp_steps, vgg_steps, resnet_steps = asked.parts("steps")
+    small = args.preset == "small"
+    mlp_steps, vgg_steps, resnet_steps = args.parts("steps")
     rates = (0.001, 0.003, 0.01) if small else (0.003,)
     vgg = (8, 8, 16, 16) if small else (4, 6)
     resnet = (8, 16, 32) if small else (4, 4, 6)
@@ -116,22 +116,22 @@ def groups(asked: Asked) -> tuple[Group, ...]:
     )
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Every arm of every network with every seed."""
-    seeds, data = asked.seeds, asked.data
+    seeds, data = args.seeds, args.data
     check_seeds(seeds)
-    pictures = fewer(read_images(data or DIGITS), asked.preset)
-    chosen = groups(asked)
+    pictures = fewer(read_images(data or DIGITS), args.preset)
+    chosen = groups(args)
     total = seeds * sum(len(group.arms) for group in chosen)
     rows: list[Row] = []
     for group in chosen:
         for arm in group.arms:
             place = {"network": group.name, "arm": arm.name}
-            rate = asked.kept.row(place, partial(_best_rate, group, arm, pictures))["rate"]
+            rate = args.kept.row(place, partial(_best_rate, group, arm, pictures))["rate"]
             for seed in range(seeds):
                 make = partial(_row, group, arm, pictures, seed, rate)
-                rows.append(asked.kept.row({**place, "seed": seed}, make))
-                asked.on_more(len(rows), total)
+                rows.append(args.kept.row({**place, "seed": seed}, make))
+                args.on_more(len(rows), total)
     claims = _claims(rows)
     name = "scikit-learn's digits" if data in (None, DIGITS) else str(data).rstrip("/").rpartition("/")[2]
     sizes = "; ".join(f"{g.name}: {g.steps} steps of {g.batch}" for g in chosen)
@@ -150,17 +150,17 @@ def _best_rate(group: Group, arm: Arm, data: ImageData) -> Row:
 
 def _row(group: Group, arm: Arm, data: ImageData, seed: int, rate: float) -> Row:
     began = time.perf_counter()
-    stack, plan, found = train(group, arm, data, seed, rate)
+    stack, plan, result = train(group, arm, data, seed, rate)
     seconds = time.perf_counter() - began
-    leaving = next((point for point in found.exits if point.threshold == LEAVE_AT), None)
+    leaving = next((point for point in result.exits if point.threshold == LEAVE_AT), None)
     return {
         "network": group.name,
         "arm": arm.name,
         "seed": seed,
         "rate": rate,
-        "accuracy": found.accuracy.prediction,
-        "prefix": found.accuracy.prefix,
-        "sum": found.accuracy.sum,
+        "accuracy": result.accuracy.prediction,
+        "prefix": result.accuracy.prefix,
+        "sum": result.accuracy.sum,
         "seconds": seconds,
         "peak_bytes": step_memory(stack, plan, data, group.batch),
         "exit_accuracy": None if leaving is None else leaving.accuracy,
@@ -176,10 +176,10 @@ def _tables(rows: list[Row], group: Group) -> tuple[ResultTable, ResultTable]:
     right, costs = [], []
     for arm in group.arms:
         mine = [row for row in rows if (row["network"], row["arm"]) == (group.name, arm.name)]
-        found = [row["accuracy"] for row in mine]
+        results = [row["accuracy"] for row in mine]
         first = statistics.fmean(row["prefix"][0] for row in mine)
-        gap = statistics.fmean(found) - base
-        right.append((arm.name, shown(found), f"{100 * gap:+.2f}", f"{100 * first:.1f}", arm.paper))
+        gap = statistics.fmean(results) - base
+        right.append((arm.name, shown(results), f"{100 * gap:+.2f}", f"{100 * first:.1f}", arm.paper))
         leaving = "–"
         if mine[0]["exit_depth"] is not None:
             accuracy, depth = (statistics.fmean(r[k] for r in mine) for k in ("exit_accuracy", "exit_depth"))
@@ -202,7 +202,7 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
         pairs = zip(values(rows, network, a), values(rows, network, b), strict=True)
         return [x - y for x, y in pairs]
 
-    found = [
+    results = [
         above(
             "mlp: diversity",
             "PoE + Diversity is not below backprop by half a point (+0.20 in the paper)",
@@ -226,7 +226,7 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
         ),
     ]
     for network in ("vgg", "resnet8"):
-        found.append(
+        results.append(
             above(
                 f"{network}: flat fails",
                 "flat PoE falls behind hierarchical PoE on convolutions",
@@ -234,7 +234,7 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
                 difference(network, "hierarchical", "flat"),
             )
         )
-        found.append(
+        results.append(
             above(
                 f"{network}: hierarchical keeps up",
                 "hierarchical PoE stays within 3 points of backprop (paper: -1.25, VGG; -2.45, ResNet)",
@@ -243,4 +243,4 @@ def _claims(rows: list[Row]) -> tuple[Claim, ...]:
                 -0.03,
             )
         )
-    return tuple(found)
+    return tuple(results)

@@ -121,21 +121,21 @@ SMALL = {
 }
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Teach, read and compare on each base that is there."""
     with tempfile.TemporaryDirectory() as temporary:
-        file = asked.kept.file
+        file = args.kept.file
         place = Path(temporary) if file is None else file.parent / "specialists-work"
         place.mkdir(parents=True, exist_ok=True)
         bases = {"reference": REFERENCE}
-        if asked.preset == "small" and (found := smollm2(place)) is not None:
-            bases["smollm2"] = found
+        if args.preset == "small" and (result := smollm2(place)) is not None:
+            bases["smollm2"] = result
         rows: list[Row] = []
         for number, (name, folder) in enumerate(bases.items()):
-            sizes = TINY if asked.preset == "tiny" else SMALL[name]
-            sizes = sizes.taught(asked.parts("steps")[number])
-            study = BaseStudy(open_session(folder), place / name, sizes, place, asked.kept)
-            rows += [{"base": name, **row} for row in study.rows(asked.on_more)]
+            sizes = TINY if args.preset == "tiny" else SMALL[name]
+            sizes = sizes.taught(args.parts("steps")[number])
+            study = BaseStudy(open_session(folder), place / name, sizes, place, args.kept)
+            rows += [{"base": name, **row} for row in study.rows(args.on_more)]
     judged = [claim for name in bases for claim in claims(name, rows)]
     return Result(
         setting=f"Bases: {', '.join(bases)}. Worlds of {sizes.people} invented people, three facts each; "
@@ -185,8 +185,8 @@ class Training:
         """The training that lies in the folder, if it is this one and not beyond that step."""
         if not (self.folder / "training" / "finetune.json").is_file():
             return None
-        found = FineTuning.resume(self.folder)
-        return found if found.task.settings == self.settings and found.step <= step else None
+        result = FineTuning.resume(self.folder)
+        return result if result.task.settings == self.settings and result.step <= step else None
 
     def _begun(self) -> Trainer[FineTuning]:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -195,22 +195,22 @@ class Training:
 
     def preservation(self) -> list[Row]:
         """The base at every checkpoint until now."""
-        kept = [record for record in training_records(self.folder) if record["kind"] == "preservation"]
+        retained = [record for record in training_records(self.folder) if record["kind"] == "preservation"]
         return [
             {name: value for name, value in record.items() if name not in ("kind", "seconds")}
-            for record in kept
+            for record in retained
         ]
 
 
 class BaseStudy:
     """The questions on one base, each kept when it is answered."""
 
-    def __init__(self, base: LoadedTextRun, place: Path, sizes: Sizes, files: Path, kept: Kept) -> None:
-        self.base, self.sizes, self.kept = base, sizes, kept
+    def __init__(self, base: LoadedTextRun, place: Path, sizes: Sizes, files: Path, retained: Kept) -> None:
+        self.base, self.sizes, self.kept = base, sizes, retained
         self.name, self.place = place.name, place.absolute().parent / f"{place.name}-work"
         self.place.mkdir(exist_ok=True)
-        asked = {"copa.jsonl", "winograd_wsc.jsonl"} & {path.name for path in files.glob("*.jsonl")}
-        self.tasks = files.absolute() if asked else None
+        args = {"copa.jsonl", "winograd_wsc.jsonl"} & {path.name for path in files.glob("*.jsonl")}
+        self.tasks = files.absolute() if args else None
 
     def rows(self, on_more: OnMore) -> list[Row]:
         """Every measurement, those of an earlier run as they were."""
@@ -282,12 +282,12 @@ class BaseStudy:
         inputs, targets = rows_of(data, control, self.sizes.context)
         tasks = None if self.tasks is None else ZeroShot(self.base, self.tasks, self.sizes.items)
         settings = self.sizes.settings(data, self.sizes.control)
-        found = controls.train(control, inputs, targets, settings, tasks=tasks)
+        result = controls.train(control, inputs, targets, settings, tasks=tasks)
         model = f"{name}, chat"
         about = {"specialist": name, "people": self.sizes.people, "paraphrases": UNSEEN}
         return [
             *_injected(control, world, controls.NAME, {**about, "step": self.sizes.control}),
-            *_named("preservation", found, model=model),
+            *_named("preservation", result, model=model),
             *self.stages(control, model),
         ]
 
@@ -329,9 +329,9 @@ def _injected(attached: Attached, world: World, name: str, about: Row) -> list[R
         some = [hit for hit, fact in zip(unseen["on"], world.facts, strict=True) if fact.rare is rare]
         read["rare, other wording" if rare else "common, other wording"] = some
     return [
-        {"what": "injection", **about, "asked": asked, "hits": [int(hit) for hit in found]}
-        for asked, found in read.items()
-        if found
+        {"what": "injection", **about, "asked": args, "hits": [int(hit) for hit in result]}
+        for args, result in read.items()
+        if result
     ]
 
 

@@ -61,9 +61,9 @@ def tables(rows: Sequence[Row]) -> list[ResultTable]:
 
 def _cell(row: Row, column: str) -> str:
     if column == "recall" and "hits" in row:
-        found = Interval.of(row["hits"])
-        span = "" if math.isinf(found.low) else f" [{max(found.low, 0):.2f}, {min(found.high, 1):.2f}]"
-        return f"{found.mean:.2f}{span}"
+        result = Interval.of(row["hits"])
+        span = "" if math.isinf(result.low) else f" [{max(result.low, 0):.2f}, {min(result.high, 1):.2f}]"
+        return f"{result.mean:.2f}{span}"
     if column == "tasks":
         shares = row["base_tasks"], row["tasks"]
         return "; ".join(f"{name} {shares[0][name]:.2f} / {shares[1][name]:.2f}" for name in shares[1]) or "-"
@@ -74,15 +74,15 @@ def _cell(row: Row, column: str) -> str:
 def claims(base: str, rows: Sequence[Row]) -> list[Claim]:
     """What the paper says, on one base."""
     own = [row for row in rows if row["base"] == base]
-    found = [*_claims_about_the_base(own), *_claims_about_recall(own), *_claims_about_passages(own)]
-    found.append(_claim_about_votes(own))
-    return [replace(claim, name=f"{base}: {claim.name}") for claim in found]
+    results = [*_claims_about_the_base(own), *_claims_about_recall(own), *_claims_about_passages(own)]
+    results.append(_claim_about_votes(own))
+    return [replace(claim, name=f"{base}: {claim.name}") for claim in results]
 
 
 def _claims_about_the_base(own: Sequence[Row]) -> list[Claim]:
-    kept = [row for row in own if row["what"] == "preservation"]
-    dual = [row["base_max_abs_logit_delta"] for row in kept if row["model"].startswith("dual")]
-    single = [row for row in kept if row["model"].startswith("single")]
+    retained = [row for row in own if row["what"] == "preservation"]
+    dual = [row["base_max_abs_logit_delta"] for row in retained if row["model"].startswith("dual")]
+    single = [row for row in retained if row["model"].startswith("single")]
     rise = single[-1]["base_bpb"] / single[0]["base_bpb"] - 1
     return [
         Claim(
@@ -181,12 +181,12 @@ def _last(own: Sequence[Row]) -> int:
     return max(row["step"] for row in world if row["specialist"] in ("chat", "prose"))
 
 
-def _hits(own: Sequence[Row], kind: str, step: int, asked: str) -> list[float]:
+def _hits(own: Sequence[Row], kind: str, step: int, args: str) -> list[float]:
     (row,) = [
         r
         for r in own
         if r["what"] == "injection"
-        and (r["specialist"], r["step"], r["asked"], r["people"]) == (kind, step, asked, _people(own))
+        and (r["specialist"], r["step"], r["asked"], r["people"]) == (kind, step, args, _people(own))
         and r["paraphrases"] == 3
     ]
     return [float(hit) for hit in row["hits"]]
@@ -214,26 +214,26 @@ def _trust(
 
 def findings(rows: Sequence[Row], bases: Sequence[str]) -> list[str]:
     """Sentences about each base."""
-    said = []
+    sentences = []
     for base in bases:
         own = [row for row in rows if row["base"] == base]
         models = dict.fromkeys(row["model"] for row in own if row["what"] == "preservation")
         ends = []
         for model in models:
-            kept = [row for row in own if row["what"] == "preservation" and row["model"] == model]
-            before, after = kept[0], kept[-1]
-            moved = max(row["base_max_abs_logit_delta"] for row in kept)
+            retained = [row for row in own if row["what"] == "preservation" and row["model"] == model]
+            before, after = retained[0], retained[-1]
+            moved = max(row["base_max_abs_logit_delta"] for row in retained)
             ends.append(
                 f"{model}: logits by {moved:.4g}, the base's BPB "
                 f"{before['base_bpb']:.3f} to {after['base_bpb']:.3f}, with it on {after['bpb']:.3f}"
             )
-        said.append(f"{base}, what training moved. " + "; ".join(ends) + ".")
+        sentences.append(f"{base}, what training moved. " + "; ".join(ends) + ".")
         last = _last(own)
         shares = {
             kind: [statistics.fmean(_hits(own, kind, last, a)) for a in ("taught wording", "other wording")]
             for kind in ("chat", "prose")
         }
-        said += [
+        sentences += [
             f"{base}: after {last} steps of {kind} the facts are recalled at {taught:.2f} in the taught "
             f"wording and {other:.2f} in another."
             for kind, (taught, other) in shares.items()
@@ -241,12 +241,12 @@ def findings(rows: Sequence[Row], bases: Sequence[str]) -> list[str]:
         ratios = {
             path: math.exp(statistics.median(_trust(own, path))) for path in ("base", "chat", "prose", "both")
         }
-        said.append(
+        sentences.append(
             f"{base}: P(correct) / P(wrong) behind wrong passages, median over facts: "
             + ", ".join(f"{path} {value:.3g}" for path, value in ratios.items())
             + "."
         )
-    return said
+    return sentences
 
 
 def drawing(rows: Sequence[Row]) -> Drawing:

@@ -83,40 +83,40 @@ def cases(ratios: Sequence[float]) -> list[Case]:
     ]
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Choose rates, train every case with every seed, and judge."""
-    check_seeds(asked.seeds)
-    ratios = RATIOS[asked.preset]
-    todo = [(case, seed) for seed in range(asked.seeds) for case in cases(ratios)]
+    check_seeds(args.seeds)
+    ratios = RATIOS[args.preset]
+    todo = [(case, seed) for seed in range(args.seeds) for case in cases(ratios)]
     tuned = [(arm, rate) for arm in topologies() for rate in RATES]
     total = len(tuned) + len(todo)
-    given = {seed: Given(config_of(asked, seed)) for seed in (TUNING, *range(asked.seeds))}
+    given = {seed: Given(config_of(args, seed)) for seed in (TUNING, *range(args.seeds))}
     tries: dict[str, dict[float, float]] = {arm: {} for arm in topologies()}
     for i, (arm, rate) in enumerate(tuned):
-        tries[arm][rate] = _row(asked, Case(arm, ratios[0]), given[TUNING], rate)["bpb"]
-        asked.on_more(i + 1, total)
-    rates = {arm: min(found, key=found.__getitem__) for arm, found in tries.items()}
+        tries[arm][rate] = _row(args, Case(arm, ratios[0]), given[TUNING], rate)["bpb"]
+        args.on_more(i + 1, total)
+    rates = {arm: min(result, key=result.__getitem__) for arm, result in tries.items()}
     rows: list[Row] = []
     for i, (case, seed) in enumerate(todo):
-        rows.append(_row(asked, case, given[seed], rates[case.arm]))
-        asked.on_more(len(tuned) + i + 1, total)
+        rows.append(_row(args, case, given[seed], rates[case.arm]))
+        args.on_more(len(tuned) + i + 1, total)
     add_gaps(rows)
     claims = tuple(settled(_claims(rows, ratios), rows))
     return Result(
-        setting=_setting(asked, rows),
+        setting=_setting(args, rows),
         rows=rows,
         tables=(_table(rows, ratios), _rate_table(tries)),
         findings=tuple(_findings(rows, ratios, tries)),
         drawing=_drawing(rows, ratios),
         claims=claims,
-        seeds=asked.seeds,
+        seeds=args.seeds,
         record={"rates": rates},
     )
 
 
-def config_of(asked: Asked, seed: int) -> TrainConfig:
+def config_of(args: Asked, seed: int) -> TrainConfig:
     """The settings of a training but for its topology, length and rates."""
-    return bytes_config(asked, seed, batch=16, tiny_batch=4, eval_bytes=60_000, steps=1)
+    return bytes_config(args, seed, batch=16, tiny_batch=4, eval_bytes=60_000, steps=1)
 
 
 def parameters(config: TrainConfig) -> int:
@@ -140,9 +140,9 @@ def scaled(config: OptimizerConfig, factor: float) -> OptimizerConfig:
     )
 
 
-def _row(asked: Asked, case: Case, given: Given, rate: float) -> Row:
+def _row(args: Asked, case: Case, given: Given, rate: float) -> Row:
     key = {"arm": case.arm, "ratio": case.ratio, "seed": given.config.seed, "rate": rate}
-    return asked.kept.row(key, partial(_train, case, given, rate))
+    return args.kept.row(key, partial(_train, case, given, rate))
 
 
 def _train(case: Case, given: Given, rate: float) -> Row:
@@ -150,15 +150,15 @@ def _train(case: Case, given: Given, rate: float) -> Row:
     steps = steps_of(config, case.ratio)
     training = Training(Arm(case.arm, topologies()[case.arm], settings=partial(scaled, factor=rate)), config)
     losses = training.run(given.batches(config.batch), steps)
-    found = evaluate(training.stack, training.plan, text)
+    result = evaluate(training.stack, training.plan, text)
     return {
         "arm": case.arm,
         "ratio": case.ratio,
         "seed": config.seed,
         "rate": rate,
         "steps": steps,
-        "bpb": found.bpb.prediction,
-        "bpb_prefix": found.bpb.prefix,
+        "bpb": result.bpb.prediction,
+        "bpb_prefix": result.bpb.prefix,
         "order0": order0(text),
         "trajectory": trajectory(losses),
     }
@@ -210,34 +210,34 @@ def _claims(rows: Sequence[Row], ratios: Sequence[float]) -> list[Claim]:
     ]
 
 
-def _setting(asked: Asked, rows: Sequence[Row]) -> str:
-    config = config_of(asked, 0)
+def _setting(args: Asked, rows: Sequence[Row]) -> str:
+    config = config_of(args, 0)
     steps = sorted({row["steps"] for row in rows})
     return (
         f"Six layers of width {config.model.width} on bytes, {config.batch} × {config.model.context} tokens "
         f"a step, {', '.join(map(str, steps))} steps; rates chosen for each arm on another seed; "
-        f"{asked.seeds} seeds."
+        f"{args.seeds} seeds."
     )
 
 
 def _table(rows: Sequence[Row], ratios: Sequence[float]) -> ResultTable:
     cells = []
     for arm in topologies():
-        found = []
+        results = []
         for ratio in ratios:
             bpb = [row["bpb"] for row in rows if row["arm"] == arm and row["ratio"] == ratio]
             if not bpb:
-                found += ["–", "–"]
+                results += ["–", "–"]
                 continue
-            found.append(f"{statistics.fmean(bpb):.4f}")
-            found.append("" if arm == BACKPROP else f"{Interval.of(gaps(rows, arm, ratio))}")
-        cells.append((arm, *found))
+            results.append(f"{statistics.fmean(bpb):.4f}")
+            results.append("" if arm == BACKPROP else f"{Interval.of(gaps(rows, arm, ratio))}")
+        cells.append((arm, *results))
     header = ("arm", *(name for r in ratios for name in (f"BPB, r = {r:g}", "gap, percent")))
     return ResultTable("By tokens per parameter; gaps with 90 % intervals over seeds", header, tuple(cells))
 
 
 def _rate_table(tries: Mapping[str, Mapping[float, float]]) -> ResultTable:
-    cells = tuple((arm, *(f"{bpb:.4f}" for bpb in found.values())) for arm, found in tries.items())
+    cells = tuple((arm, *(f"{bpb:.4f}" for bpb in result.values())) for arm, result in tries.items())
     header = ("arm", *(f"rates × {rate:g}" for rate in RATES))
     return ResultTable("BPB on the seed that chose the rates, at the first ratio", header, cells)
 

@@ -37,9 +37,9 @@ PLAIN = [chain(partition, f"{partition} alone") for partition in SWEEP]
 RESIDUAL = [chain(partition, f"{partition} residual", "residual") for partition in SWEEP]
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train both sweeps and judge."""
-    rows = train_arms([*PLAIN, *RESIDUAL], sizes, asked)
+    rows = train_arms([*PLAIN, *RESIDUAL], sizes, args)
     for row in rows:
         row["gain"] = row["bpb_prefix"][0] - row["bpb"]
     return Found(

@@ -70,14 +70,14 @@ def open_buses(stack: GPT) -> None:
 ARMS = {bus: [with_bus(partition, bus) for partition in PARTITIONS] for bus in (None, *BUSES)}
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train the chains with and without buses, and judge."""
     arms = [arm for bus in ARMS.values() for arm in bus]
     total = len(RATES) + sizes.seeds * len(arms)
-    tried = tune(sizes, replace(asked, on_more=lambda done, _: asked.on_more(done, total)))
+    tried = tune(sizes, replace(args, on_more=lambda done, _: args.on_more(done, total)))
     rate = min(tried, key=lambda row: row["bpb"])["relays"]
     tuned = [replace(arm, relays=rate) for arm in arms]
-    behind = replace(asked, on_more=lambda done, _: asked.on_more(len(tried) + done, total))
+    behind = replace(args, on_more=lambda done, _: args.on_more(len(tried) + done, total))
     rows = train_arms(tuned, sizes, behind)
     return Found(
         [*tried, *rows],
@@ -94,16 +94,16 @@ def run(sizes: Sizes, asked: Asked) -> Found:
     )
 
 
-def tune(sizes: Sizes, asked: Asked) -> list[Row]:
+def tune(sizes: Sizes, args: Asked) -> list[Row]:
     """The bus r0 of equal stages at every rate, on the seed that is not used again."""
     arms = [replace(with_bus(SHALLOW, "r0"), name=f"{SHALLOW} r0 at {rate:g}", relays=rate) for rate in RATES]
-    rows = train_arms(arms, sizes, asked, seeds=[TUNING])
+    rows = train_arms(arms, sizes, args, seeds=[TUNING])
     return [{**row, "relays": rate} for rate, row in zip(RATES, rows, strict=True)]
 
 
 def claims(rows: Sequence[Row], bus: str) -> tuple[Claim, ...]:
     """The three questions of the experiment, of one bus."""
-    plain, heard = (slopes(rows, ARMS[which]) for which in (None, bus))
+    plain, inputs = (slopes(rows, ARMS[which]) for which in (None, bus))
     uses = zip(tail_use(rows, ARMS[bus]), tail_use(rows, ARMS[None]), strict=True)
     return (
         above(
@@ -116,7 +116,7 @@ def claims(rows: Sequence[Row], bus: str) -> tuple[Claim, ...]:
             f"{bus}: flatter slope",
             "the slope of BPB by the depth of the first stage flattens",
             "the slope's size without the bus minus with it, BPB for each layer,",
-            [abs(a) - abs(b) for a, b in zip(plain, heard, strict=True)],
+            [abs(a) - abs(b) for a, b in zip(plain, inputs, strict=True)],
         ),
         above(
             f"{bus}: tail use",

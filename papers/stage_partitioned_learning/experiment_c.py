@@ -64,9 +64,9 @@ CHAINS = [chain(partition, f"{partition} chain") for partition in PARTITIONS]
 FORESTS = [forest(partition) for partition in PARTITIONS]
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train chains and forests, probe them, and judge."""
-    rows = train_arms([*CHAINS, *FORESTS], sizes, asked, probe)
+    rows = train_arms([*CHAINS, *FORESTS], sizes, args, probe)
     keys = {"disagreement": "differ", "wand": "WAND", "specialist": "learn", "composition": "pool"}
     cells = [
         (
@@ -144,13 +144,13 @@ def _compared(rows: Sequence[Row], name: str, key: str) -> tuple[Claim, Claim]:
 def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
     """What C reads of an arm beside its BPB."""
     names = ("wand", "specialist_capacity", "composition_gain")
-    found = read_properties(Trained(stack, plan, text), names)
+    result = read_properties(Trained(stack, plan, text), names)
     return {
         "disagreement": disagreement(stack, plan, text),
-        "wand": found["wand"]["gain"],
-        "wand_agreement": found["wand"]["agreement"],
-        "specialist": found["specialist_capacity"],
-        "composition": found["composition_gain"],
+        "wand": result["wand"]["gain"],
+        "wand_agreement": result["wand"]["agreement"],
+        "specialist": result["specialist_capacity"],
+        "composition": result["composition_gain"],
     }
 
 

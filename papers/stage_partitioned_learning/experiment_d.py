@@ -52,7 +52,7 @@ WEIGHTS = {"losses alone": 0.0, "modular": DEPLOYMENTS["modular"].capability, "s
 """η in bits per byte, by arm."""
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Learn the boundaries of every arm and seed, and judge."""
     check_seeds(sizes.seeds)
     rows: list[Row] = []
@@ -60,8 +60,8 @@ def run(sizes: Sizes, asked: Asked) -> Found:
     for seed in range(sizes.seeds):
         for arm, weight in WEIGHTS.items():
             learn = partial(_learned, arm, weight, sizes, seed)
-            rows.append(asked.kept.row({"arm": arm, "seed": seed}, learn) | {"order0": blind})
-            asked.on_more(len(rows), sizes.seeds * len(WEIGHTS))
+            rows.append(args.kept.row({"arm": arm, "seed": seed}, learn) | {"order0": blind})
+            args.on_more(len(rows), sizes.seeds * len(WEIGHTS))
     return Found(
         rows,
         "Partitions that boundaries hardened to",
@@ -79,19 +79,19 @@ def _learned(arm: str, weight: float, sizes: Sizes, seed: int) -> Row:
     with TemporaryDirectory() as folder:
         trainer = start(config, Path(folder) / "run")
         results = trainer.train()
-        found = soft_outcome(trainer.task.config, trainer.task.extra_state())
-    composition = nearest(found["grad_scales"])
+        result = soft_outcome(trainer.task.config, trainer.task.extra_state())
+    composition = nearest(result["grad_scales"])
     return {
         "arm": arm,
         "seed": seed,
         "partition": list(composition.parts),
         "bpb": results["bpb"]["last"],
-        "grad_scales": found["grad_scales"],
-        "expected_boundaries": found["expected_boundaries"],
-        "losses": found["losses"],
+        "grad_scales": result["grad_scales"],
+        "expected_boundaries": result["expected_boundaries"],
+        "losses": result["losses"],
         "first_depth": composition.parts[0],
         "capability": structural_capability(composition, USABLE),
-        "needed": needed_worth(found["losses"]),
+        "needed": needed_worth(result["losses"]),
     }
 
 
@@ -124,7 +124,7 @@ def claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
     alone, *with_worth = WEIGHTS
     deepest = LAYERS - STAGES + 1
     depths = values(rows, alone, "first_depth")
-    found = [
+    results = [
         every(
             "collapse",
             "under the losses alone the first stage becomes as deep as three stages allow",
@@ -134,7 +134,7 @@ def claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
     ]
     for arm in with_worth:
         shallower = zip(depths, values(rows, arm, "first_depth"), strict=True)
-        found += [
+        results += [
             _interior(rows, arm, max(values(rows, alone, "needed"))),
             above(
                 f"{arm}: shallower",
@@ -143,7 +143,7 @@ def claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
                 [float(a - b) for a, b in shallower],
             ),
         ]
-    return tuple(found)
+    return tuple(results)
 
 
 def _interior(rows: Sequence[Row], arm: str, needed: float) -> Claim:

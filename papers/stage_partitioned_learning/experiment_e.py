@@ -52,8 +52,8 @@ def behind_root(kind: str) -> Arm:
     """2,2,2 with a relay of `kind` between its first two stages."""
     arm = chain(SHALLOW, f"{SHALLOW} {kind}")
     first, second, *rest = arm.topology.stages
-    heard = replace(second.sources[0], relay=own_relay(kind, 1))
-    stages = (first, replace(second, sources=(heard,)), *rest)
+    inputs = replace(second.sources[0], relay=own_relay(kind, 1))
+    stages = (first, replace(second, sources=(inputs,)), *rest)
     return replace(arm, topology=replace(arm.topology, stages=stages))
 
 
@@ -61,9 +61,9 @@ ARMS = [chain(partition) for partition in SWEEP]
 RELAYED = [behind_root(kind) for kind in RELAYS]
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train the sweep and the relays, and judge."""
-    rows = train_arms([*ARMS, *RELAYED], sizes, asked, probe)
+    rows = train_arms([*ARMS, *RELAYED], sizes, args, probe)
     return Found(
         rows,
         "Effective rank at the end of the first stage; relays behind it",
@@ -117,13 +117,13 @@ def claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
 
 def correlations(rows: Sequence[Row]) -> list[float]:
     """Pearson's of r_eff at the first stage's end and -BPB over the sweep, seed by seed; 0 if one is flat."""
-    found = []
+    results = []
     for seed in sorted({row["seed"] for row in rows}):
         own = [row for row in rows if row["seed"] == seed]
         ranks, scores = ([values(own, arm.name, key)[0] for arm in ARMS] for key in ("root_rank", "bpb"))
         flat = len(set(ranks)) == 1 or len(set(scores)) == 1
-        found.append(0.0 if flat else float(-np.corrcoef(ranks, scores)[0, 1]))
-    return found
+        results.append(0.0 if flat else float(-np.corrcoef(ranks, scores)[0, 1]))
+    return results
 
 
 def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:

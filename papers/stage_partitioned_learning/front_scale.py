@@ -91,28 +91,28 @@ def topology(scale: Scale, stages: int) -> Topology:
     return Topology.chain(",".join([str(scale.layers // stages)] * stages))
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train every arm at every scale with every seed, and judge."""
-    check_seeds(asked.seeds)
-    scales, ratio = SCALES[asked.preset], RATIOS[asked.preset]
-    total = asked.seeds * sum(len(scale.counts) for scale in scales)
+    check_seeds(args.seeds)
+    scales, ratio = SCALES[args.preset], RATIOS[args.preset]
+    total = args.seeds * sum(len(scale.counts) for scale in scales)
     rows: list[Row] = []
-    for seed in range(asked.seeds):
+    for seed in range(args.seeds):
         for scale in scales:
-            given = Given(scale.config(asked.preset, seed))
+            given = Given(scale.config(args.preset, seed))
             for stages in scale.counts:
                 key = {"scale": str(scale), "stages": stages, "seed": seed, "ratio": ratio}
-                rows.append(asked.kept.row(key, partial(_train, scale, stages, given, ratio)))
-                asked.on_more(len(rows), total)
+                rows.append(args.kept.row(key, partial(_train, scale, stages, given, ratio)))
+                args.on_more(len(rows), total)
     add_gaps(rows)
     return Result(
-        setting=_setting(asked, scales, ratio),
+        setting=_setting(args, scales, ratio),
         rows=rows,
         tables=(_table(rows, scales),),
         findings=tuple(_findings(rows, scales)),
         drawing=_drawing(rows, scales),
         claims=tuple(learned(claims(rows, scales), rows, scales)),
-        seeds=asked.seeds,
+        seeds=args.seeds,
         record={"ratio": ratio},
     )
 
@@ -123,7 +123,7 @@ def _train(scale: Scale, stages: int, given: Given, ratio: float) -> Row:
     training = Training(Arm(f"K = {stages}", topology(scale, stages)), config)
     losses = training.run(given.batches(config.batch), steps)
     names = ("bpb", "gradient_depth", "activation_layers", "peak_bytes", "exit_layers")
-    found = read_properties(Trained(training.stack, training.plan, text), names)
+    result = read_properties(Trained(training.stack, training.plan, text), names)
     return {
         "arm": f"{scale}, K = {stages}",
         "scale": str(scale),
@@ -131,11 +131,11 @@ def _train(scale: Scale, stages: int, given: Given, ratio: float) -> Row:
         "seed": config.seed,
         "parameters": parameters(config),
         "steps": steps,
-        "bpb": found["bpb"],
-        "gradient_share": found["gradient_depth"] / scale.layers,
-        "activation_share": found["activation_layers"] / scale.layers,
-        "peak_bytes": found["peak_bytes"],
-        "exit_share": found["exit_layers"][0] / scale.layers,
+        "bpb": result["bpb"],
+        "gradient_share": result["gradient_depth"] / scale.layers,
+        "activation_share": result["activation_layers"] / scale.layers,
+        "peak_bytes": result["peak_bytes"],
+        "exit_share": result["exit_layers"][0] / scale.layers,
         "order0": order0(text),
         "trajectory": trajectory(losses),
     }
@@ -164,14 +164,14 @@ def scale_slopes(rows: Sequence[Row], scales: Sequence[Scale], stages: int) -> l
 
 def on_front(rows: Sequence[Row], scale: Scale) -> list[set[int]]:
     """Which of backprop and the fixed numbers of stages are on the front of BPB and memory, seed by seed."""
-    found = []
+    results = []
     for seed in sorted({row["seed"] for row in rows}):
         here = [
             r for r in rows if r["seed"] == seed and r["scale"] == str(scale) and r["stages"] in (1, *FIXED)
         ]
-        kept = pareto_front([(row["bpb"], row["activation_share"]) for row in here])
-        found.append({row["stages"] for row, on in zip(here, kept, strict=True) if on})
-    return found
+        retained = pareto_front([(row["bpb"], row["activation_share"]) for row in here])
+        results.append({row["stages"] for row, on in zip(here, retained, strict=True) if on})
+    return results
 
 
 def claims(rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
@@ -213,9 +213,9 @@ def claims(rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
     ]
 
 
-def learned(found: Sequence[Claim], rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
+def learned(result: Sequence[Claim], rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
     """The claims, all undecided where at some scale models know less than how often each byte occurs."""
-    judged = list(found)
+    judged = list(result)
     for scale in scales:
         judged = settled(judged, [row for row in rows if row["scale"] == str(scale)])
     return judged
@@ -225,11 +225,11 @@ def _log_parameters(rows: Sequence[Row], scale: Scale) -> float:
     return math.log10(by_seed(rows, scale, 1, "parameters")[0])
 
 
-def _setting(asked: Asked, scales: Sequence[Scale], ratio: float) -> str:
-    config = scales[0].config(asked.preset, 0)
+def _setting(args: Asked, scales: Sequence[Scale], ratio: float) -> str:
+    config = scales[0].config(args.preset, 0)
     return (
         f"Plain GPTs on bytes of {', '.join(map(str, scales))} (layers × width), {config.batch} × "
-        f"{config.model.context} tokens a step, {ratio:g} tokens a parameter; {asked.seeds} seeds."
+        f"{config.model.context} tokens a step, {ratio:g} tokens a parameter; {args.seeds} seeds."
     )
 
 
@@ -241,9 +241,9 @@ def _table(rows: Sequence[Row], scales: Sequence[Scale]) -> ResultTable:
             arm = partial(by_seed, rows, scale, stages)
             gap = "" if stages == 1 else str(Interval.of(arm()))
             counted = f"{arm('parameters')[0]:,}", f"{arm('steps')[0]:,}"
-            found = (f"{statistics.fmean(arm(key)):.3f}" for key in shares)
+            result = (f"{statistics.fmean(arm(key)):.3f}" for key in shares)
             cells.append(
-                (f"{scale}, K = {stages}", *counted, f"{statistics.fmean(arm('bpb')):.4f}", gap, *found)
+                (f"{scale}, K = {stages}", *counted, f"{statistics.fmean(arm('bpb')):.4f}", gap, *result)
             )
     header = (
         "arm",
@@ -262,12 +262,12 @@ def _table(rows: Sequence[Row], scales: Sequence[Scale]) -> ResultTable:
 
 
 def _findings(rows: Sequence[Row], scales: Sequence[Scale]) -> list[str]:
-    said = []
+    sentences = []
     for stages in FIXED:
         gaps = ", ".join(f"{statistics.fmean(by_seed(rows, s, stages)):+.2f} % at {s}" for s in scales)
-        said.append(f"The gap of K = {stages}: {gaps}.")
+        sentences.append(f"The gap of K = {stages}: {gaps}.")
     gaps = ", ".join(f"{statistics.fmean(by_seed(rows, s, s.layers)):+.2f} % at {s}" for s in scales)
-    return [*said, f"The gap of {ALONE}: {gaps}."]
+    return [*sentences, f"The gap of {ALONE}: {gaps}."]
 
 
 def _drawing(rows: Sequence[Row], scales: Sequence[Scale]) -> Drawing:

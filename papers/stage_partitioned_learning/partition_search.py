@@ -57,14 +57,14 @@ RULE = "4,1,1"
 PARTITIONS = tuple(str(pi) for pi in enumerate_compositions(LAYERS, STAGES))
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Search in every way with every seed, train all partitions, and judge the choices."""
-    rows = train_arms([chain(partition) for partition in PARTITIONS], sizes, asked)
+    rows = train_arms([chain(partition) for partition in PARTITIONS], sizes, args)
     choices: dict[str, list[str]] = {way: [] for way in WAYS}
     for seed in range(sizes.seeds):
         for way, search in WAYS.items():
-            found = asked.kept.row({"search": way, "seed": seed}, partial(_searched, search, sizes, seed))
-            choices[way].append(found["partition"])
+            result = args.kept.row({"search": way, "seed": seed}, partial(_searched, search, sizes, seed))
+            choices[way].append(result["partition"])
     choices["always " + RULE] = [RULE] * sizes.seeds
     return Found(
         rows,

@@ -122,11 +122,11 @@ def grid() -> list[Cell]:
     return [Cell(1, LAYERS), *behind]
 
 
-def run(asked: Asked) -> Result:
+def run(args: Asked) -> Result:
     """Train and read the grid, and judge."""
-    sizes, cells = sizes_of(asked), grid()
-    rows = train_arms([cell.arm for cell in cells], sizes, asked, probe)
-    found = {name: fronts(rows, cells, points) for name, points in FRONTS.items()}
+    sizes, cells = sizes_of(args), grid()
+    rows = train_arms([cell.arm for cell in cells], sizes, args, probe)
+    result = {name: fronts(rows, cells, points) for name, points in FRONTS.items()}
     return Result(
         setting=(
             f"GPTs of six layers of width {sizes.width} on bytes, {sizes.steps} steps of {sizes.batch} × "
@@ -134,12 +134,12 @@ def run(asked: Asked) -> Result:
             "seeds. All arms of a seed start from the same weights and see the same data in the same order."
         ),
         rows=rows,
-        tables=(_slice_table(rows, cells), _grid_table(rows, cells, found)),
-        findings=tuple(_findings(rows, cells, found)),
+        tables=(_slice_table(rows, cells), _grid_table(rows, cells, result)),
+        findings=tuple(_findings(rows, cells, result)),
         drawing=_drawing(rows, cells),
-        claims=tuple(settled([*slice_claims(rows, cells), *grid_claims(rows, cells, found)], rows)),
+        claims=tuple(settled([*slice_claims(rows, cells), *grid_claims(rows, cells, result)], rows)),
         seeds=sizes.seeds,
-        record={"sizes": asdict(sizes), "fronts": {k: [sorted(s) for s in v] for k, v in found.items()}},
+        record={"sizes": asdict(sizes), "fronts": {k: [sorted(s) for s in v] for k, v in result.items()}},
     )
 
 
@@ -148,36 +148,36 @@ def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
     closed = ("gradient_depth", "activation_layers", "pipeline_granularity", "coupling")
     measured = ("peak_bytes", "capability", "calibration", "specialist_price", "exit_layers", "prefix")
     further = ("wand", "composition_gain", "specialist_capacity", "effective_rank")
-    found = read_properties(Trained(stack, plan, text), (*closed, *measured, *further))
+    result = read_properties(Trained(stack, plan, text), (*closed, *measured, *further))
     return {
-        **{name: found[name] for name in (*closed, "capability", "calibration", "specialist_price")},
-        "peak_kb": found["peak_bytes"] / 1000,
-        "exit_compute": found["exit_layers"][0] / LAYERS,
-        "exit_accuracy": found["prefix"]["accuracy"][0],
-        "accuracy": found["prefix"]["accuracy"][-1],
-        "within_half": found["prefix"]["within_budget"],
-        "wand": found["wand"]["gain"],
-        "wand_agreement": found["wand"]["agreement"],
-        "composition": found["composition_gain"],
-        "specialist": found["specialist_capacity"],
-        "root_rank": found["effective_rank"][0],
+        **{name: result[name] for name in (*closed, "capability", "calibration", "specialist_price")},
+        "peak_kb": result["peak_bytes"] / 1000,
+        "exit_compute": result["exit_layers"][0] / LAYERS,
+        "exit_accuracy": result["prefix"]["accuracy"][0],
+        "accuracy": result["prefix"]["accuracy"][-1],
+        "within_half": result["prefix"]["within_budget"],
+        "wand": result["wand"]["gain"],
+        "wand_agreement": result["wand"]["agreement"],
+        "composition": result["composition_gain"],
+        "specialist": result["specialist_capacity"],
+        "root_rank": result["effective_rank"][0],
     }
 
 
 def fronts(rows: Sequence[Row], cells: Sequence[Cell], points: Points) -> list[set[str]]:
     """The configurations on the front, seed by seed."""
     names = {cell.name for cell in cells}
-    found = []
+    results = []
     for seed in sorted({row["seed"] for row in rows}):
         here = [row for row in rows if row["seed"] == seed and row["arm"] in names]
-        kept = pareto_front([points(row) for row in here])
-        found.append({row["arm"] for row, on in zip(here, kept, strict=True) if on})
-    return found
+        retained = pareto_front([points(row) for row in here])
+        results.append({row["arm"] for row, on in zip(here, retained, strict=True) if on})
+    return results
 
 
-def chosen(found: Sequence[set[str]], cells: Sequence[Cell]) -> str:
+def chosen(result: Sequence[set[str]], cells: Sequence[Cell]) -> str:
     """The interior configuration that is on most seeds' fronts; the first of the grid where several are."""
-    return max((cell.name for cell in cells if cell.interior), key=lambda n: sum(n in on for on in found))
+    return max((cell.name for cell in cells if cell.interior), key=lambda n: sum(n in on for on in result))
 
 
 def slice_claims(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Claim]:
@@ -223,7 +223,7 @@ def slice_claims(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Claim]:
 
 
 def grid_claims(
-    rows: Sequence[Row], cells: Sequence[Cell], found: Mapping[str, Sequence[set[str]]]
+    rows: Sequence[Row], cells: Sequence[Cell], result: Mapping[str, Sequence[set[str]]]
 ) -> list[Claim]:
     """Level 2: BPB under refinement, the capability region, and the fronts."""
     backprop, local = cells[0].name, cells[-1].name
@@ -244,18 +244,21 @@ def grid_claims(
             "with stages of one layer,",
             [minus(region, _means(rows, names, "capability")) for names in ([backprop], [local], vestigial)],
         ),
-        *(_genuine(name, found[name], cells) for name in FRONTS),
+        *(_genuine(name, result[name], cells) for name in FRONTS),
     ]
 
 
-def _genuine(name: str, found: Sequence[set[str]], cells: Sequence[Cell]) -> Claim:
-    best = chosen(found, cells)
-    said = {
+def _genuine(name: str, result: Sequence[set[str]], cells: Sequence[Cell]) -> Claim:
+    best = chosen(result, cells)
+    sentences = {
         "training": "the grid has a genuine front of BPB, memory and first exit (§10.6, level 2)",
         "serving": "where capability counts beside BPB, interior configurations are optimal (Remark 7.5)",
     }
     return every(
-        f"interior on the {name} front", said[name], f"{best} on the front", [best in on for on in found]
+        f"interior on the {name} front",
+        sentences[name],
+        f"{best} on the front",
+        [best in on for on in result],
     )
 
 
@@ -274,23 +277,23 @@ def _means(rows: Sequence[Row], names: Sequence[str], key: str) -> list[float]:
 def _slice_table(rows: Sequence[Row], cells: Sequence[Cell]) -> ResultTable:
     along = [cell.name for cell in cells if cell.stages == SLICE]
     lines = tuple(
-        (said, *(f"{mean(rows, name, key):{form}}" for name in along))
-        for said, (key, form) in PROFILE.items()
+        (sentences, *(f"{mean(rows, name, key):{form}}" for name in along))
+        for sentences, (key, form) in PROFILE.items()
     )
     return ResultTable(f"Level 1: every property along K = {SLICE}, means", ("property", *along), lines)
 
 
 def _grid_table(
-    rows: Sequence[Row], cells: Sequence[Cell], found: Mapping[str, Sequence[set[str]]]
+    rows: Sequence[Row], cells: Sequence[Cell], result: Mapping[str, Sequence[set[str]]]
 ) -> ResultTable:
-    forms = {key: (said, form) for said, (key, form) in PROFILE.items()}
-    header = ("(K, d_0)", "stages", *(forms[key][0] for key in BEHIND), *(f"{name} front" for name in found))
+    forms = {key: (sentences, form) for sentences, (key, form) in PROFILE.items()}
+    header = ("(K, d_0)", "stages", *(forms[key][0] for key in BEHIND), *(f"{name} front" for name in result))
     lines = tuple(
         (
             f"({cell.stages}, {cell.depth})",
             cell.name,
             *(f"{mean(rows, cell.name, key):{forms[key][1]}}" for key in BEHIND),
-            *(f"{sum(cell.name in on for on in seeds)} of {len(seeds)}" for seeds in found.values()),
+            *(f"{sum(cell.name in on for on in seeds)} of {len(seeds)}" for seeds in result.values()),
         )
         for cell in cells
     )
@@ -298,15 +301,15 @@ def _grid_table(
 
 
 def _findings(
-    rows: Sequence[Row], cells: Sequence[Cell], found: Mapping[str, Sequence[set[str]]]
+    rows: Sequence[Row], cells: Sequence[Cell], result: Mapping[str, Sequence[set[str]]]
 ) -> list[str]:
-    said = []
-    for name, seeds in found.items():
+    sentences = []
+    for name, seeds in result.items():
         always = [cell.name for cell in cells if all(cell.name in on for on in seeds)]
-        said.append(f"On the {name} front with every seed: {'; '.join(always) or 'none'}.")
+        sentences.append(f"On the {name} front with every seed: {'; '.join(always) or 'none'}.")
     best = min(cells, key=lambda cell: mean(rows, cell.name)).name
     able = max(cells, key=lambda cell: mean(rows, cell.name, "capability")).name
-    return [*said, f"The least mean BPB is that of {best}, the most capability that of {able}."]
+    return [*sentences, f"The least mean BPB is that of {best}, the most capability that of {able}."]
 
 
 def _drawing(rows: Sequence[Row], cells: Sequence[Cell]) -> Drawing:

@@ -62,10 +62,10 @@ SHARES = (0.25, 0.5, 0.75)
 """Of a training, at which BPB is read on the way."""
 
 
-def run(sizes: Sizes, asked: Asked) -> Found:
+def run(sizes: Sizes, args: Asked) -> Found:
     """Train the sweep and backprop, and judge."""
     sweep, backprop = [chain(partition) for partition in SWEEP], chain(BACKPROP, heads="shared")
-    rows = train_arms([*sweep, backprop], sizes, asked, shares=SHARES)
+    rows = train_arms([*sweep, backprop], sizes, args, shares=SHARES)
     header = ("partition", "BPB", "±", "% above", "paper", "its BPB", "% above", "diff.")
     return Found(
         rows,

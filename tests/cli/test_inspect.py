@@ -41,8 +41,8 @@ def test_a_run_of_ours(staged: Path, call: Any, tmp_path: Path) -> None:
     assert found["page"] == str(folder / "geometry.html")
     assert "<svg" in (folder / "geometry.html").read_text()
     kinds = {one["kind"] for one in found["directions"]}
-    assert kinds <= {"gauge", "dead", "live"}
-    assert "gauge" in kinds
+    assert kinds <= {"symmetry", "dead", "live"}
+    assert "symmetry" in kinds
     assert all({"layer", "order", "interval"} <= one.keys() for one in found["directions"])
     assert found["refused"]
     again = call("inspect", folder, "--json").json

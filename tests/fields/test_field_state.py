@@ -83,11 +83,11 @@ def test_crossings_are_counted(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layer", "why"), [("Q", 3, "from 0 to 2"), ("S", 0, "from 1 to 2"), ("A", 3, "")]
+    ("name", "layer", "allowed"), [("Q", 3, "from 0 to 2"), ("S", 0, "from 1 to 2"), ("A", 3, "from 1 to 2")]
 )
-def test_layers_that_are_not_there(make: Make, name: str, layer: int, why: str) -> None:
+def test_layers_that_are_not_there(make: Make, name: str, layer: int, allowed: str) -> None:
     problem = make(4, 6, 6)
-    with refused(FieldError, setting="layer"):
+    with refused(FieldError, setting="layer", given=layer, allowed=allowed):
         getattr(state_of(problem.weights, problem.inputs), name)(layer)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from papers.gram_metrics.checks import Problem, relative_error
+from raising import refused
 from tests.oracles.fields import descend
 from tests.oracles.ntk import empirical_ntk
 from topograd.errors import FieldError
@@ -75,7 +76,7 @@ def test_unseen_outputs_follow_the_rectangular_one(make: Make) -> None:
 def test_a_residual_of_the_wrong_length(make: Make) -> None:
     problem = make(4, 6)
     K = kernel(problem.weights, problem.unseen, problem.inputs)
-    with pytest.raises(FieldError, match=r"the residual is \(3,\); it must be \(5,\)"):
+    with refused(FieldError, setting="residual"):
         K.drift(torch.zeros(3, dtype=torch.float64), 0.1)
 
 

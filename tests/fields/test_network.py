@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from papers.gram_metrics.checks import Problem
+from raising import refused
 from tests.oracles.ntk import output
-from topograd.errors import FieldError, TopogradError
+from topograd.errors import FieldError
 from topograd.fields.history import evolve
 from topograd.fields.kernel import kernel
 from topograd.fields.network import check_problem, weights_of
@@ -55,7 +56,7 @@ def test_a_module_that_is_such_a_chain(twist: str) -> None:
 
 @pytest.mark.parametrize("twist", ["tanh", "skip", "twice"])
 def test_a_module_that_is_another_function(twist: str) -> None:
-    with pytest.raises(FieldError, match="answer is not that of its Linear parts"):
+    with refused(FieldError, setting="network", given="output"):
         weights_of(Written(twist))
 
 
@@ -65,12 +66,12 @@ class Doubled(nn.Linear):
 
 
 def test_a_part_that_is_not_what_its_type_says() -> None:
-    with pytest.raises(FieldError, match="answer is not that of its Linear parts"):
+    with refused(FieldError, setting="network", given="output"):
         weights_of(nn.Sequential(Doubled(3, 4, bias=False), nn.ReLU()))
 
 
 def test_parameters_outside() -> None:
-    with pytest.raises(FieldError, match="parameters outside its Linear parts"):
+    with refused(FieldError, setting="network", given="parameters"):
         weights_of(Written("scale"))
 
 
@@ -78,61 +79,61 @@ SHARED = linear(3, 3)
 
 
 @pytest.mark.parametrize(
-    ("network", "why"),
+    ("network", "setting", "given"),
     [
-        (nn.Sequential(linear(3, 2, bias=True), nn.ReLU()), r"Linear\(3, 2\) has a bias; the theory covers"),
-        (nn.Sequential(linear(3, 2), nn.GELU()), "part 1 is GELU, where ReLU is due; the theory covers"),
-        (nn.Sequential(linear(3, 2), nn.ReLU(), nn.Dropout()), "part 2 is Dropout, where Linear is due"),
+        (nn.Sequential(linear(3, 2, bias=True), nn.ReLU()), "network", "bias"),
+        (nn.Sequential(linear(3, 2), nn.GELU()), "network", "GELU"),
+        (nn.Sequential(linear(3, 2), nn.ReLU(), nn.Dropout()), "network", "Dropout"),
         (
             nn.Sequential(linear(3, 2), nn.ReLU(), linear(2, 1)),
-            "the last part is Linear, and no ReLU follows",
+            "network",
+            "Linear",
         ),
-        (nn.Sequential(SHARED, nn.ReLU(), SHARED, nn.ReLU()), "one weight is used by two layers"),
+        (nn.Sequential(SHARED, nn.ReLU(), SHARED, nn.ReLU()), "network", None),
         (
             nn.Sequential(linear(3, 2), nn.ReLU(), linear(4, 2), nn.ReLU()),
-            "W_1 gives 2 numbers and W_2 reads 4",
+            "W_2",
+            4,
         ),
-        (nn.LSTM(3, 2), "a part LSTM"),
-        (nn.Sequential(), "no layers; give at least one"),
-        ([], "no layers; give at least one"),
-        ([torch.zeros(3)], r"W_1 is \(3,\); each weight must be a matrix"),
-        ([torch.zeros(0, 3)], r"W_1 is \(0, 3\); each weight must be a matrix"),
-        ([torch.zeros(2, 3, dtype=torch.int64)], "W_1 is torch.int64; weights must be float64 or float32"),
-        ([torch.zeros(2, 3), torch.zeros(2, 3)], "widths do not chain: W_1 gives 2 numbers and W_2 reads 3"),
-        ([torch.zeros(2, 3), torch.zeros(2, 2).double()], "W_2: torch.float64 on cpu, beside torch.float32"),
+        (nn.LSTM(3, 2), "network", "LSTM"),
+        (nn.Sequential(), "network", None),
+        ([], "network", None),
+        ([torch.zeros(3)], "W_1", (3,)),
+        ([torch.zeros(0, 3)], "W_1", (0, 3)),
+        ([torch.zeros(2, 3, dtype=torch.int64)], "W_1", torch.int64),
+        ([torch.zeros(2, 3), torch.zeros(2, 3)], "W_2", 3),
+        ([torch.zeros(2, 3), torch.zeros(2, 2).double()], "W_2", torch.float64),
     ],
 )
-def test_refusals(network: nn.Module | list[Tensor], why: str) -> None:
-    with pytest.raises(FieldError, match=why) as refused:
+def test_refusals(network: nn.Module | list[Tensor], setting: str, given: object) -> None:
+    with refused(FieldError, setting=setting, given=given) as caught:
         weights_of(network)
-    assert "\n" not in str(refused.value)
-    assert isinstance(refused.value, ValueError)
-    assert isinstance(refused.value, TopogradError)
+    assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "setting"),
     [
-        ({"inputs": torch.zeros(0, 3)}, "M = 0 examples; give at least one row"),
-        ({"inputs": torch.zeros(2, 4)}, r"inputs are \(2, 4\); they must be \(M, 3\)"),
-        ({"inputs": torch.zeros(3)}, r"inputs are \(3,\); they must be \(M, 3\)"),
-        ({"inputs": torch.zeros(2, 3).double()}, "inputs: torch.float64 on cpu, beside torch.float32"),
-        ({"targets": torch.zeros(2, 1)}, r"targets are \(2, 1\); they must be \(2,\): Y is one number"),
-        ({"targets": torch.zeros(3)}, r"targets are \(3,\); they must be \(2,\)"),
-        ({"targets": torch.zeros(2).double()}, "targets: torch.float64"),
-        ({"unseen": torch.zeros(0, 3)}, "M = 0 examples"),
-        ({"unseen": torch.zeros(2, 2)}, r"inputs are \(2, 2\); they must be \(M, 3\)"),
+        ({"inputs": torch.zeros(0, 3)}, "inputs"),
+        ({"inputs": torch.zeros(2, 4)}, "inputs"),
+        ({"inputs": torch.zeros(3)}, "inputs"),
+        ({"inputs": torch.zeros(2, 3).double()}, "inputs"),
+        ({"targets": torch.zeros(2, 1)}, "targets"),
+        ({"targets": torch.zeros(3)}, "targets"),
+        ({"targets": torch.zeros(2).double()}, "targets"),
+        ({"unseen": torch.zeros(0, 3)}, "unseen"),
+        ({"unseen": torch.zeros(2, 2)}, "unseen"),
     ],
 )
-def test_bad_problems(change: dict[str, Tensor], why: str) -> None:
+def test_bad_problems(change: dict[str, Tensor], setting: str) -> None:
     good = {"inputs": torch.zeros(2, 3), "targets": torch.zeros(2), "unseen": torch.zeros(1, 3)}
     weights = [torch.zeros(4, 3)]
     assert check_problem(weights, **good).shape == (3, 3)
-    with pytest.raises(FieldError, match=why):
+    with refused(FieldError, setting=setting):
         check_problem(weights, **{**good, **change})
 
 
 def test_a_run_checks_its_problem(make: Callable[..., Problem]) -> None:
     problem: Problem = make(3, 4)
-    with pytest.raises(FieldError, match="targets are"):
+    with refused(FieldError, setting="targets"):
         next(evolve(problem.weights, problem.inputs, problem.targets[:-1], eta=0.1, steps=1))

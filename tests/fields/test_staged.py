@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from papers.gram_metrics.checks import Problem, relative_error
+from raising import refused
 from tests.oracles.fields import activations, masks, staged_outputs, staged_step
 from tests.oracles.ntk import empirical_ntk, jacobians
 from topograd.errors import FieldError
@@ -105,12 +106,12 @@ def test_its_own_kernel_alone_is_wrong_at_first_order_while_others_learn(make: M
 @pytest.mark.parametrize("stages", [[], [5, 0], [2, 2], [3, 3]])
 def test_stages_that_do_not_add_up(make: Make, stages: list[int]) -> None:
     problem = make(*WIDTHS)
-    with pytest.raises(FieldError, match="at least 1 layer each, 5 together"):
+    with refused(FieldError, setting="stages"):
         staged_kernel(problem.weights, problem.inputs, stages)
 
 
 def test_a_target_of_the_wrong_shape(make: Make) -> None:
     problem = make(*WIDTHS)
     K = staged_kernel(problem.weights, problem.inputs, STAGES)
-    with pytest.raises(FieldError, match=r"targets are \(4,\); they must be \(5,\)"):
+    with refused(FieldError, setting="targets"):
         K.drift(problem.targets[:4], 0.1)

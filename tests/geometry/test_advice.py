@@ -31,7 +31,7 @@ def test_streams() -> None:
     falling = {**record()["stream"], "verdict": "falling with depth"}
     assert "does not come through (falling with depth)" in said(stream=falling)
     dipping = {**falling, "verdict": "dips at layers.1", "ratios": [3.0, 1.2, 4.0]}
-    assert "Behind no layer is the weakest direction weaker" in said(stream=dipping)
+    assert "After no layer is the weakest direction weaker" in said(stream=dipping)
     assert "But it dips at layers.1" in said(stream=dipping)
     assert "described and not tested" in said(stream={**falling, "outside": "post-norm layers"})
     massive = {"layer": "layers.3", "rows": 7, "largest": 2500.0, "channel": 11}
@@ -39,7 +39,7 @@ def test_streams() -> None:
     quiet = {**record()["stream"], "effective_ranks": [5.0, 4.9]}
     words = said(stream=loud, stream_without_massive=quiet)
     assert "from layers.3 on some rows, 7 of 70 at layers.3, reach 2500 in channel 11" in words
-    assert "behind layers.0 is 4 with them and 5 without" in words
+    assert "after layers.0 is 4 with them and 5 without" in words
 
 
 def test_norms_and_a_missing_loss() -> None:
@@ -48,7 +48,7 @@ def test_norms_and_a_missing_loss() -> None:
     words = said(
         norms={"a": {"exact": True, "found": True, "without_massive": None}, "b": fooled, "c": off, "d": off}
     )
-    assert "1 LayerNorms kill one direction" in words
+    assert "1 LayerNorms remove one direction" in words
     assert "1 RMSNorms look as if" in words
     assert "2 RMSNorms have a gain so small" in words
     assert "no loss here" in said(fisher=None)
@@ -57,7 +57,7 @@ def test_norms_and_a_missing_loss() -> None:
 def test_directions() -> None:
     words = said(
         directions=[
-            direction("v", "gauge", group="GL(3)"),
+            direction("v", "symmetry", group="GL(3)"),
             {**direction("up", "dead"), "fisher": 0.0},
             direction("faint", "dead"),
             direction("joint: up, down", "dead", 2),
@@ -67,10 +67,10 @@ def test_directions() -> None:
     )
     for part in (
         "9 of 90 dimensions (10.0%)",
-        "1 layers have a direction that",
+        "1 layers have a direction on which the probe",
         "(faint)",
         "the highest is 2",
-        "1 things",
+        "1 readings were not possible",
     ):
         assert part in words
     assert "None of the 1 directions" in said(directions=[direction("down", "live", 1)])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from raising import refused
 from tests.oracles.fisher import exact_fisher, explicit_factors
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Factors, gram, kfac_factors
@@ -227,7 +228,7 @@ def test_how_a_model_may_answer_and_be_asked() -> None:
         kfac_factors(as_mapping, (x.clone().requires_grad_(), y)),
     ):
         same(found, {f"inner.{name}": (layer.A, layer.G) for name, layer in expected.items()})
-    with pytest.raises(GeometryError, match="answered with a list; give outputs="):
+    with refused(GeometryError, setting="outputs"):
         kfac_factors(Wrapped(lambda z: [z]), (x, y))
 
 
@@ -254,7 +255,7 @@ def test_the_model_is_left_as_it_was() -> None:
     with torch.no_grad():
         kfac_factors(model, (x, y))
     check()
-    with pytest.raises(GeometryError, match=r"label \d is outside"):
+    with refused(GeometryError, setting="targets", given=5):
         kfac_factors(model, [(x, y), (x, y + 3)])
     check()
     with pytest.raises(RuntimeError):
@@ -381,21 +382,21 @@ def test_what_is_refused() -> None:
     model, x = CASES["mlp"].make()
     y = labelled(model, x, "cross-entropy")
     cases: list[tuple[str, Callable[[], object]]] = [
-        ("there are no samples", lambda: kfac_factors(model, [])),
-        ("there are no samples", lambda: kfac_factors(model, (x[:0], y[:0]))),
-        ("there are no samples", lambda: kfac_factors(model, (x, torch.full_like(y, -100)))),
-        ("a batch of type Tensor", lambda: kfac_factors(model, x)),
-        ("'exact' is unknown", lambda: kfac_factors(model, (x, y), fisher="exact")),  # type: ignore[arg-type]
-        ("depend on no linear layer .*there are no parameters", lambda: kfac_factors(nn.Tanh(), (x, y))),
+        ("batches", lambda: kfac_factors(model, [])),
+        ("batches", lambda: kfac_factors(model, (x[:0], y[:0]))),
+        ("batches", lambda: kfac_factors(model, (x, torch.full_like(y, -100)))),
+        ("batches", lambda: kfac_factors(model, x)),
+        ("fisher", lambda: kfac_factors(model, (x, y), fisher="exact")),  # type: ignore[arg-type]
+        ("model", lambda: kfac_factors(nn.Tanh(), (x, y))),
         (
-            r"no linear layer .*\(weight: used by layer_norm",
+            "model",
             lambda: kfac_factors(nn.LayerNorm(4).double(), (x, y)),
         ),
-        ("inputs of layer 0 are not finite", lambda: kfac_factors(model, (x / 0, y))),
-        ("1 is a BatchNorm1d in training mode", lambda: kfac_factors(normalised(), (x, y))),
+        ("batches", lambda: kfac_factors(model, (x / 0, y))),
+        ("model", lambda: kfac_factors(normalised(), (x, y))),
     ]
-    for said, call in cases:
-        with pytest.raises(GeometryError, match=said):
+    for setting, call in cases:
+        with refused(GeometryError, setting=setting):
             call()
     assert len(kfac_factors(normalised().eval(), (x, y))) == 2
     with pytest.raises(KeyError, match="layers with factors are 0, 2, 4"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.factors import kfac_factors
 from topograd.geometry.inspection import inspect, spectrum
@@ -66,7 +67,7 @@ def test_it_says_what_its_parts_say() -> None:
         assert layer.G.trace == pytest.approx(float(G.sum()))
     head = found.layers["head"].G
     assert head is not None
-    assert (head.size, head.rank) == (4, 3), "cross-entropy has one gauge direction"
+    assert (head.size, head.rank) == (4, 3), "cross-entropy has one symmetric direction"
     assert found.uncovered == dict(factors.uncovered)
 
 
@@ -128,7 +129,7 @@ def test_few_rows_and_no_list_of_layers_are_said() -> None:
     found = inspect(plain, batches())
     assert found.stream is None
     assert any("no residual stream" in note for note in found.notes)
-    with pytest.raises(GeometryError, match="has no 'blocks'"):
+    with refused(GeometryError, setting="layers", given="blocks"):
         inspect(plain, batches(), layers="blocks")
 
 
@@ -155,25 +156,25 @@ def test_one_massive_row_of_float32_does_not_bury_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "setting"),
     [
-        ("blocks.1.linear.weight", "blocks.1.linear.weight has a value that is not finite"),
-        ("blocks.1.norm.weight", "blocks.1.norm: gain 0 of 6 is nan"),
+        ("blocks.1.linear.weight", "model"),
+        ("blocks.1.norm.weight", "gain"),
     ],
 )
-def test_nan_weights_are_named(change: str, why: str) -> None:
+def test_nan_weights_are_named(change: str, setting: str) -> None:
     model = net()
     with torch.no_grad():
         model.get_parameter(change).view(-1)[0] = float("nan")
-    with pytest.raises(GeometryError, match=why):
+    with refused(GeometryError, setting=setting):
         inspect(model, batches())
 
 
 def test_bad_requests() -> None:
     empty: list[Any] = []
-    with pytest.raises(GeometryError, match="no samples"):
+    with refused(GeometryError, setting="batches"):
         inspect(net(), empty)
-    with pytest.raises(GeometryError, match="no linear layer"):
+    with refused(GeometryError, setting="model"):
         inspect(nn.Sequential(nn.Tanh()), batches())
 
 

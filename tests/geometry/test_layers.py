@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from raising import refused
 from topograd.errors import GeometryError
-from topograd.geometry.layers import Call, Watch, recognise
+from topograd.geometry.layers import Call, CallTracer, recognise
 
 
 class Seen:
@@ -30,11 +31,11 @@ class Seen:
         self.gradients.setdefault(layer, []).append(rows)
 
 
-def watched(model: nn.Module, *inputs: Tensor, unwanted: str | None = None) -> tuple[Watch, Seen]:
+def watched(model: nn.Module, *inputs: Tensor, unwanted: str | None = None) -> tuple[CallTracer, Seen]:
     """One forward and backward pass of the sum of the outputs."""
     model.requires_grad_(False)
     seen = Seen(unwanted)
-    watch = Watch(model, seen)
+    watch = CallTracer(model, seen)
     with watch:
         outputs = model(*inputs)
     torch.autograd.grad(outputs.sum(), watch.leaves, allow_unused=True)
@@ -70,7 +71,7 @@ def test_the_weight_times_the_rows_is_the_output(module: nn.Module, shape: tuple
         def see_inputs(self, layer: str, call: Call) -> None:
             caught.append((call, call.inputs(call.source)))
 
-    with Watch(module, Catch()):
+    with CallTracer(module, Catch()):
         output = module(x)
     ((call, rows),) = caught
     W, b = module.weight, module.bias
@@ -182,7 +183,7 @@ def test_a_model_that_hides_its_calls_is_not_covered() -> None:
             return self.volume(self.recurrent(x)[0][None, None])
 
     model = Plain().requires_grad_(False)
-    watch = Watch(model, Seen())
+    watch = CallTracer(model, Seen())
     with watch:
         model(torch.randn(5, 4, 3))
     assert not watch.leaves
@@ -194,5 +195,5 @@ def test_a_model_that_hides_its_calls_is_not_covered() -> None:
 def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.get_parameter("1.bias").data[0] = value
-    with pytest.raises(GeometryError, match=r"parameter 1\.bias has a value that is not finite"):
-        Watch(model, Seen())
+    with refused(GeometryError, setting="model", given="1.bias"):
+        CallTracer(model, Seen())

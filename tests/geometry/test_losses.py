@@ -16,7 +16,6 @@ from topograd.geometry.losses import (
     Loss,
     Own,
     SquaredError,
-    _drawn,
     check_fisher,
     loss_named,
 )
@@ -107,9 +106,9 @@ def test_a_loss_of_ones_own() -> None:
     terms, (vector,) = vectors(own, f, y, "empirical")
     assert terms == 3
     assert torch.equal(vector, (f - y).sign())
-    with pytest.raises(GeometryError, match="use 'empirical'"):
+    with refused(GeometryError, setting="fisher", given="expected"):
         vectors(own, f, y, "expected")
-    with pytest.raises(GeometryError, match="the loss is one number"):
+    with refused(GeometryError, setting="loss"):
         vectors(loss_named(F.mse_loss), f, y, "empirical")
 
 
@@ -120,45 +119,49 @@ def test_names() -> None:
     not_a_loss: Any = 3
     with refused(GeometryError, setting="loss", given="hinge"):
         loss_named("hinge")
-    with pytest.raises(GeometryError, match="a loss of type int"):
+    with refused(GeometryError, setting="loss", given=3):
         loss_named(not_a_loss)
     with refused(GeometryError, setting="fisher", given="exact"):
         check_fisher("exact")
     for variance in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(GeometryError, match="noise variance"):
+        with refused(GeometryError, setting="variance"):
             SquaredError(variance)
 
 
 @pytest.mark.parametrize(
-    ("loss", "outputs", "targets", "fisher", "said"),
+    ("loss", "outputs", "targets", "fisher", "setting"),
     [
         (
             SquaredError(),
             torch.zeros(3),
             None,
             "expected",
-            "the last dimension must be that of one prediction",
+            "outputs",
         ),
-        (SquaredError(), torch.zeros(3, 2), None, "empirical", "needs targets"),
-        (SquaredError(), torch.zeros(3, 2), torch.zeros(3), "empirical", "needs equal shapes"),
-        (CrossEntropy(), torch.zeros(3, 2), torch.zeros(3), "empirical", "one class number for each"),
-        (CrossEntropy(), torch.zeros(3, 2), torch.zeros(2).long(), "expected", "one class number for each"),
-        (CrossEntropy(), torch.zeros(3, 2), torch.tensor([0, 1, 2]), "empirical", "label 2 is outside 0..1"),
-        (CrossEntropy(), torch.zeros(3, 2), torch.tensor([0, 1, -1]), "empirical", "label -1 is outside"),
-        (CrossEntropy(), torch.zeros(1, 6, 2000), None, "expected", "takes 12000 backward passes a batch"),
+        (SquaredError(), torch.zeros(3, 2), None, "empirical", "targets"),
+        (SquaredError(), torch.zeros(3, 2), torch.zeros(3), "empirical", "targets"),
+        (CrossEntropy(), torch.zeros(3, 2), torch.zeros(3), "empirical", "targets"),
+        (CrossEntropy(), torch.zeros(3, 2), torch.zeros(2).long(), "expected", "targets"),
+        (CrossEntropy(), torch.zeros(3, 2), torch.tensor([0, 1, 2]), "empirical", "targets"),
+        (CrossEntropy(), torch.zeros(3, 2), torch.tensor([0, 1, -1]), "empirical", "targets"),
+        (CrossEntropy(), torch.zeros(1, 6, 2000), None, "expected", "fisher"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    loss: Loss, outputs: Tensor, targets: Tensor | None, fisher: Fisher, said: str
+    loss: Loss, outputs: Tensor, targets: Tensor | None, fisher: Fisher, setting: str
 ) -> None:
-    with pytest.raises(GeometryError, match=said):
+    with refused(GeometryError, setting=setting):
         vectors(loss, outputs, targets, fisher)
 
 
 def test_labels_are_drawn_by_their_probabilities() -> None:
     p = torch.tensor([[0.0, 0.2, 0.0, 0.5, 0.3, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     count = 20_000
-    labels = _drawn(p.repeat(count, 1), torch.Generator().manual_seed(0)).view(count, 2)
+    outputs = p.repeat(count, 1)
+    _, (gradient,) = CrossEntropy().output_gradients(
+        outputs.log(), None, "monte-carlo", torch.Generator().manual_seed(0)
+    )
+    labels = (outputs - gradient).argmax(-1).view(count, 2)  # the gradient is p - e_label
     shares = torch.stack([F.one_hot(labels[:, k], 6).double().mean(0) for k in range(2)])
     assert (shares[p == 0] == 0).all(), "nothing impossible is drawn"
     torch.testing.assert_close(shares, p, rtol=0, atol=5 * 0.5 / count**0.5)

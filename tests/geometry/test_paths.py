@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from raising import refused
 from tests.oracles.fisher import exact_fisher
 from topograd.errors import GeometryError
 from topograd.geometry.paths import Path, directional_fisher, divergences, read_order
@@ -93,7 +94,7 @@ def test_the_divergence_is_the_plain_sum_where_that_does_not_cancel() -> None:
 def test_a_path_that_does_not_approach_a_singularity_is_named() -> None:
     model = chain(2)
     live = {"0.weight": torch.ones(WIDTH, WIDTH)}
-    with pytest.raises(GeometryError, match="does not approach a singularity"):
+    with refused(GeometryError, setting="path"):
         read_order(model, Path.of(model, live), INPUTS)
 
 
@@ -101,13 +102,13 @@ def test_a_symmetry_is_told_from_a_singularity() -> None:
     """One layer's dead entry alone moves nothing: the next layer does not hear it."""
     model = chain(2)
     alone = {"0.weight": joint_mode(model)["0.weight"]}
-    with pytest.raises(GeometryError, match="follows a symmetry"):
+    with refused(GeometryError, setting="path"):
         read_order(model, Path.of(model, alone), INPUTS)
 
 
 def test_a_window_outside_the_asymptote_gives_no_order() -> None:
     model = chain(3, nn.Tanh)
-    with pytest.raises(GeometryError, match="no order can be read"):
+    with refused(GeometryError, setting="grid"):
         read_order(model, Path.of(model, joint_mode(model)), INPUTS, grid=log_grid(0.5, 20.0))
 
 
@@ -127,16 +128,16 @@ def test_attention_has_a_directional_fisher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "said"),
+    ("direction", "given"),
     [
-        ({"nothing": torch.ones(1)}, "the direction names 'nothing'"),
-        ({"0.weight": torch.ones(2, 2)}, r"shape \(2, 2\); the parameter has \(4, 4\)"),
-        ({"0.weight": torch.zeros(4, 4)}, "the direction is zero"),
-        ({}, "the direction is zero"),
+        ({"nothing": torch.ones(1)}, "nothing"),
+        ({"0.weight": torch.ones(2, 2)}, (2, 2)),
+        ({"0.weight": torch.zeros(4, 4)}, None),
+        ({}, None),
     ],
 )
-def test_bad_directions_are_named(direction: dict[str, Tensor], said: str) -> None:
-    with pytest.raises(GeometryError, match=said):
+def test_bad_directions_are_named(direction: dict[str, Tensor], given: object) -> None:
+    with refused(GeometryError, setting="direction", given=given):
         Path.of(chain(2), direction)
 
 
@@ -144,12 +145,12 @@ def test_bad_models_and_inputs_are_named() -> None:
     model = chain(2)
     path = Path.of(model, joint_mode(model))
     flat = nn.Sequential(nn.Linear(WIDTH, 2), nn.Flatten(0))
-    with pytest.raises(GeometryError, match="no samples"):
+    with refused(GeometryError, setting="inputs"):
         directional_fisher(model, path, 0.1, INPUTS[:0])
-    with pytest.raises(GeometryError, match="outputs"):
+    with refused(GeometryError, setting="outputs", given="Tensor"):
         directional_fisher(flat, Path.of(flat, {"0.weight": torch.ones(2, WIDTH)}), 0.1, INPUTS)
     next(model.parameters()).data[0, 0] = math.nan
-    with pytest.raises(GeometryError, match=r"'0.weight' holds a number that is not finite"):
+    with refused(GeometryError, setting="model", given="0.weight"):
         Path.of(model, joint_mode(model))
 
 
@@ -170,5 +171,5 @@ def test_models_that_answer_with_an_object() -> None:
     inner = Path.of(wrapped, {f"inner.{name}": part for name, part in parts.items()})
     assert read_order(wrapped, inner, INPUTS) == found, "logits are taken by themselves"
     assert read_order(wrapped, inner, INPUTS, outputs=lambda m, x: m(x).logits) == found
-    with pytest.raises(GeometryError, match="give outputs="):
+    with refused(GeometryError, setting="outputs", given="SimpleNamespace"):
         read_order(wrapped, inner, INPUTS, outputs=lambda m, x: m(x))

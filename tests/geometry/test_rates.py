@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.rates import Rate, fit_rate, log_grid
 
@@ -108,7 +109,7 @@ def test_a_large_alignment_error_suppresses_the_slope() -> None:
     assert rate.slope is None
     assert rate.coefficient is None
     assert "alignment error 0.2 is above 0.1" in str(rate)
-    with pytest.raises(GeometryError, match="alignment"):
+    with refused(GeometryError, setting="slope"):
         _ = rate.order
 
 
@@ -128,24 +129,24 @@ def test_a_rate_carries_its_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("t", "values", "said"),
+    ("t", "values", "setting"),
     [
-        ([1.0, 2.0], [1.0], "as many of each"),
-        ([], [], "as many of each"),
-        ([0.0, 1.0], [1.0, 1.0], "different positive"),
-        ([1.0, 1.0], [1.0, 1.0], "different positive"),
-        ([1.0, 2.0], [1.0, math.nan], "nan is among the values"),
-        ([1.0, 2.0], [1.0, -1.0], "-1.0 is among the values"),
+        ([1.0, 2.0], [1.0], "values"),
+        ([], [], "values"),
+        ([0.0, 1.0], [1.0, 1.0], "t"),
+        ([1.0, 1.0], [1.0, 1.0], "t"),
+        ([1.0, 2.0], [1.0, math.nan], "values"),
+        ([1.0, 2.0], [1.0, -1.0], "values"),
     ],
 )
-def test_bad_series_are_named(t: list[float], values: list[float], said: str) -> None:
-    with pytest.raises(GeometryError, match=said):
+def test_bad_series_are_named(t: list[float], values: list[float], setting: str) -> None:
+    with refused(GeometryError, setting=setting):
         fit_rate(t, values)
 
 
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (1.0, 0.1), (1.0, math.inf)])
 def test_bad_grids_are_named(ends: tuple[float, float]) -> None:
-    with pytest.raises(GeometryError, match="0 < low < high"):
+    with refused(GeometryError, setting="low"):
         log_grid(*ends)
-    with pytest.raises(GeometryError, match="alignment error of -1"):
+    with refused(GeometryError, setting="alignment_error", given=-1.0):
         fit_rate(GRID, GRID, alignment_error=-1.0)

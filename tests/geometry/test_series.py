@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.stream import StreamMonitor
-from topograd.geometry.series import SeriesReader, _residuals, alarms, change_points, events, schur_ratio
+from topograd.geometry.series import (
+    Point,
+    SeriesReader,
+    _residuals,
+    alarms,
+    change_points,
+    events,
+    schur_ratio,
+)
 from topograd.nn.gpt import GPT
 
 STEPS = list(range(0, 2400, 100))
@@ -53,6 +62,17 @@ def test_alarms_are_readings_far_from_those_before() -> None:
     assert not alarms("loss", STEPS[:6], [1.0, 1.0, 1.0, 1.0, 1.0, 9.0])
 
 
+def test_a_coefficient_that_is_not_calibrated_makes_no_event() -> None:
+    values = [1.0] * 12 + [9.0] * 12
+    for calibrated in (True, False):
+        points = [
+            Point(step, None, 1.0, 0.0, 1.0, 1.0, value, None, calibrated, None)
+            for step, value in zip(STEPS, values, strict=True)
+        ]
+        signals = {event.signal for part in events(points).values() for event in part}
+        assert signals == ({"coefficient"} if calibrated else set())
+
+
 def test_the_schur_ratio_of_independent_and_of_copied_channels() -> None:
     torch.manual_seed(0)
     rows = torch.randn(4000, 6).double()
@@ -82,9 +102,9 @@ def test_a_model_that_does_not_change_reads_the_same() -> None:
 
 
 def test_bad_requests() -> None:
-    with pytest.raises(GeometryError, match="no batches"):
+    with refused(GeometryError, setting="batches"):
         SeriesReader([])
-    with pytest.raises(GeometryError, match="2 steps and 1 values"):
+    with refused(GeometryError, setting="values", given=1):
         change_points("loss", [1, 2], [1.0])
-    with pytest.raises(GeometryError, match="not above 0"):
+    with refused(GeometryError, setting="values", given=0.0):
         change_points("loss", [1, 2], [1.0, 0.0])

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from topograd.geometry.symmetries import (
     ChannelScale,
     HeadShift,
+    KernelShift,
     Mixing,
     Shift,
     Symmetry,
@@ -15,7 +17,7 @@ from topograd.geometry.symmetries import (
 )
 
 SHAPES = {"p": (12, 5), "b": (12,), "c": (7, 12), "g": (7, 24), "q": (24, 5), "gain": (5,), "head": (6, 4)}
-SHAPES |= {"pt": (5, 12), "ct": (12, 7), "s1": (6, 4), "s2": (6, 4)}
+SHAPES |= {"beta": (5,), "pt": (5, 12), "ct": (12, 7), "s1": (6, 4), "s2": (6, 4)}
 CASES: dict[str, Symmetry] = {
     "units": Mixing("p", "c", bias="b"),
     "blocks": Mixing("p", "c", 4, bias="b"),
@@ -30,6 +32,9 @@ CASES: dict[str, Symmetry] = {
     "channels": ChannelScale("gain", ("p", "q")),
     "channels turned": ChannelScale("gain", ("pt",), dim=0),
     "shift": Shift("head"),
+    "shift turned": Shift("pt", dim=1),
+    "kernel": KernelShift("p", "b", "gain", "beta"),
+    "kernel turned": KernelShift("pt", "b", None, None, turned=True),
     "heads": HeadShift("head", ("s1", "s2")),
 }
 
@@ -109,6 +114,20 @@ def test_squared_units_and_turned_matrices_do_as_they_say() -> None:
     assert torch.equal(one["pt"].mT, other["p"])
     assert torch.equal(one["ct"].mT, other["c"])
     assert torch.equal(one["b"], other["b"])
+
+
+def test_the_kernel_of_a_layernorm_does_not_show_in_a_map_that_reads_it() -> None:
+    here, x = parameters(), torch.randn(9, 5, dtype=torch.float64)
+    moved = here | CASES["kernel"].act(here, torch.Generator().manual_seed(2))
+    y = F.layer_norm(x, (5,), here["gain"], here["beta"])
+    assert torch.allclose(F.linear(y, moved["p"], moved["b"]), F.linear(y, here["p"], here["b"]), atol=1e-12)
+    assert not torch.allclose(y @ moved["p"].T, y @ here["p"].T), "the bias has its part"
+    zero = here | {"gain": here["gain"] * torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]).double()}
+    assert CASES["kernel"].dimensions(zero) == 2 * 12, "two dead gains are two directions"
+    moved = zero | CASES["kernel"].act(zero, torch.Generator().manual_seed(2))
+    y = F.layer_norm(x, (5,), zero["gain"], zero["beta"])
+    assert torch.allclose(F.linear(y, moved["p"], moved["b"]), F.linear(y, zero["p"], zero["b"]), atol=1e-12)
+    assert not torch.allclose(moved["p"], zero["p"])
 
 
 def test_several_symmetries_that_share_tensors_are_taken_out_together() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.errors import OptimError
 from topograd.optim.assignment import check_disjoint
 from topograd.optim.ddc_adam import DDCAdam
@@ -19,20 +20,20 @@ from topograd.optim.gauges import (
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "message"),
+    ("one", "other", "setting"),
     [
-        (ReLURescale("a", "b"), ReLURescale("b", "c"), "share 'b'; use a ChainedReLURescale"),
-        (ChainedReLURescale(["a", "b", "c"]), ReLURescale("c", "d"), "share 'c'; use a ChainedReLURescale"),
-        (HeadShift("a", ["b"]), CEShiftRowShift("a"), r"HeadShift\(..., rows=True\)"),
-        (CEShiftRowShift("b"), HeadShift("a", ["b"]), r"HeadShift\(..., rows=True\)"),
-        (HeadShift("a", ["b"]), HeadShift("a", ["c"]), "one HeadShift with all stages"),
-        (LNScale("a", "b"), LNScale("a", "c"), "one LNScale with all readers"),
-        (LNScale("a", "b"), ReLURescale("b", "c"), "no gauge here covers both"),
-        (LNScale("a", "b"), LNScale("c", "b"), "no gauge here covers both"),
+        (ReLURescale("a", "b"), ReLURescale("b", "c"), "gauges"),
+        (ChainedReLURescale(["a", "b", "c"]), ReLURescale("c", "d"), "gauges"),
+        (HeadShift("a", ["b"]), CEShiftRowShift("a"), "gauges"),
+        (CEShiftRowShift("b"), HeadShift("a", ["b"]), "gauges"),
+        (HeadShift("a", ["b"]), HeadShift("a", ["c"]), "gauges"),
+        (LNScale("a", "b"), LNScale("a", "c"), "gauges"),
+        (LNScale("a", "b"), ReLURescale("b", "c"), "gauges"),
+        (LNScale("a", "b"), LNScale("c", "b"), "gauges"),
     ],
 )
-def test_overlaps_are_refused_with_the_joint_gauge(one: Gauge, other: Gauge, message: str) -> None:
-    with pytest.raises(OptimError, match=message):
+def test_overlaps_are_refused_with_the_joint_gauge(one: Gauge, other: Gauge, setting: str) -> None:
+    with refused(OptimError, setting=setting):
         check_disjoint([one, CEShiftBias("z"), other])
 
 
@@ -49,7 +50,7 @@ GAUGE = ReLURescale("up", "down")
 
 
 def test_gauges_need_names() -> None:
-    with pytest.raises(OptimError, match="bare tensors"):
+    with refused(OptimError, setting="params"):
         DDCAdam(pair().values(), [GAUGE])
     DDCAdam(pair().values())
 
@@ -62,48 +63,48 @@ def test_a_parameter_given_twice() -> None:
         [*items, ("up", nn.Parameter(torch.ones(2)))],
         [{"params": items}, {"params": [("other", named["down"])]}],
     ):
-        with pytest.raises(OptimError, match="is given twice"):
+        with refused(OptimError, setting="params"):
             DDCAdam(given, [GAUGE])
-    with pytest.raises(OptimError, match=r"shape \(4, 3\) is given twice"):
+    with refused(OptimError, setting="params", given=""):
         DDCAdam([named["up"], named["up"]])
 
 
 def test_a_gauge_across_groups() -> None:
     named = pair()
-    with pytest.raises(OptimError, match=r"spans param groups \[0, 1\]"):
+    with refused(OptimError, setting="params"):
         DDCAdam([{"params": [("up", named["up"])]}, {"params": [("down", named["down"])]}], [GAUGE])
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "setting"),
     [
-        (lambda tensor: torch.zeros_like(tensor), "'down' has norm zero"),
-        (lambda tensor: tensor.to(torch.bfloat16), "several dtypes"),
-        (lambda tensor: tensor.to(torch.complex64), "is torch.complex64"),
-        (lambda tensor: tensor.T.contiguous(), "are not inputs of"),
+        (lambda tensor: torch.zeros_like(tensor), "gauges"),
+        (lambda tensor: tensor.to(torch.bfloat16), "params"),
+        (lambda tensor: tensor.to(torch.complex64), "params"),
+        (lambda tensor: tensor.T.contiguous(), "gauges"),
     ],
 )
-def test_tensors_that_a_gauge_cannot_use(change: object, message: str) -> None:
+def test_tensors_that_a_gauge_cannot_use(change: object, setting: str) -> None:
     named = pair()
     assert callable(change)
     named["down"] = nn.Parameter(change(named["down"].detach()))
-    with pytest.raises(OptimError, match=message):
+    with refused(OptimError, setting=setting):
         DDCAdam(named.items(), [GAUGE])
 
 
 def test_half_precision_is_refused_under_a_gauge_only() -> None:
     named = {name: nn.Parameter(tensor.detach().bfloat16()) for name, tensor in pair().items()}
-    with pytest.raises(OptimError, match="keep its parameters in float32 or float64"):
+    with refused(OptimError, setting="params"):
         DDCAdam(named.items(), [GAUGE])
     DDCAdam(named.items())
 
 
 def test_decay_on_a_translation_is_refused_at_once_and_later() -> None:
     named: dict[str, Tensor] = {"bias": nn.Parameter(torch.ones(3))}
-    with pytest.raises(OptimError, match=r"weight_decay 0.1 on CEShiftBias\(bias='bias'\)"):
+    with refused(OptimError, setting="weight_decay", given=0.1):
         DDCAdam(named.items(), [CEShiftBias("bias")], weight_decay=0.1)
     optimizer = DDCAdam(named.items(), [CEShiftBias("bias")])
     optimizer.param_groups[0]["weight_decay"] = 0.1
     named["bias"].grad = torch.ones(3)
-    with pytest.raises(OptimError, match="breaks the translation"):
+    with refused(OptimError, setting="weight_decay", given=0.1):
         optimizer.step()

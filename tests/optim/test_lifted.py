@@ -24,22 +24,22 @@ def named(**shapes: tuple[int, ...]) -> dict[str, nn.Parameter]:
 def test_what_is_refused(kind: Any) -> None:
     parameters = named(a=(3, 2), b=(2, 3))
     optimizer = kind(parameters.items(), [ReLURescale("a", "b")])
-    with pytest.raises(OptimError, match="takes no closure"):
+    with refused(OptimError, setting="closure"):
         optimizer.step(lambda: 0.0)
     parameters["a"].grad = torch.zeros(3, 2, dtype=torch.float64).to_sparse()
-    with pytest.raises(OptimError, match="sparse gradient"):
+    with refused(OptimError, setting="params"):
         optimizer.step()
-    for settings, message in (
-        ({"vertical": "up"}, "vertical is 'up'; choose one of frozen, sgd"),
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"lr": torch.tensor(0.1)}, "give a number"),
-        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+    for settings, setting in (
+        ({"vertical": "up"}, "vertical"),
+        ({"lr": -1.0}, "lr"),
+        ({"lr": torch.tensor(0.1)}, "lr"),
+        ({"weight_decay": -1.0}, "weight_decay"),
     ):
-        with pytest.raises(OptimError, match=message):
+        with refused(OptimError, setting=setting):
             kind(parameters.items(), **settings)
-    with pytest.raises(OptimError, match="params is one tensor"):
+    with refused(OptimError, setting="params"):
         kind(parameters["a"])
-    with pytest.raises(OptimError, match="is no gauge"):
+    with refused(OptimError, setting="gauges", given="a"):
         kind(parameters.items(), ["a"])
 
 
@@ -49,8 +49,8 @@ def test_only_adam_offers_a_vertical_of_its_own() -> None:
     for vertical in ("adam", ""):
         with refused(OptimError, setting="vertical"):
             DDCMomentum(parameters.items(), vertical=vertical)  # type: ignore[arg-type]
-    for beta, eps in ((1.0, 1e-8), (0.9, -1.0)):
-        with pytest.raises(OptimError, match="betas"):
+    for beta, eps, setting in ((1.0, 1e-8, "betas"), (0.9, -1.0, "eps")):
+        with refused(OptimError, setting=setting):
             DDCAdam(parameters.items(), betas=(beta, 0.9), eps=eps)
     with refused(OptimError, setting="momentum", given=1):
         DDCMuon(parameters.items(), momentum=1)

@@ -14,6 +14,8 @@ The fast version is in `geometry/singular/`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,15 @@ def fluctuation_on_a_grid(k: int, beta: float = 1.0, prior: int = 0, points: int
         total += float(weight * (posterior @ (s**k - mean) ** 2))
         weights += float(weight)
     return total / weights / 2
+
+
+def data_free_fluctuation(k: int, prior: float = 0) -> float:
+    """ν without the fluctuation of the data, on the half line s > 0: the paper's closed form.
+
+    ν_0(k, h) = a - (Γ(a+½)/Γ(a))², a = (h+1)/(2k). On the whole line it is ν_0 for even k and a for odd k.
+    """
+    a = (prior + 1) / (2 * k)
+    return a - math.exp(2 * (math.lgamma(a + 0.5) - math.lgamma(a)))
 
 
 def power_model_losses(

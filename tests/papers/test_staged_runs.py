@@ -123,13 +123,13 @@ def test_bits_per_byte_on_the_way(sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "layer", "why"),
+    ("partition", "layer", "setting"),
     [
-        ("6", 0, "arm 6 with seed 0: the loss of stage 1 is nan at step 1"),
-        ("2,2,2", 5, "arm 2,2,2 with seed 0: stage 3 broke at step 1; take other sizes"),
+        ("6", 0, "arm"),
+        ("2,2,2", 5, "arm"),
     ],
 )
-def test_a_loss_that_is_not_finite(partition: str, layer: int, why: str, sizes: Sizes) -> None:
+def test_a_loss_that_is_not_finite(partition: str, layer: int, setting: str, sizes: Sizes) -> None:
     """A stage that breaks is not left out in silence: the others would be another arm."""
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ def test_a_loss_that_is_not_finite(partition: str, layer: int, why: str, sizes: 
         for parameter in stack.layers[layer].parameters():
             parameter.fill_(math.nan)
 
-    with pytest.raises(DivergenceError, match=why):
+    with refused(DivergenceError, setting=setting):
         train_arms([replace(chain(partition), start=spoil)], replace(sizes, seeds=1), ASKED)
 
 

@@ -82,7 +82,7 @@ def record() -> dict[str, Any]:
         "layers": {f"layers.{i}": {"A": spectrum(6, 6), "G": spectrum(5, 4)} for i in range(4)},
         "uncovered": {"embedding.weight": "used by embedding"},
         "directions": [
-            direction("layers.0.attention.value", "gauge", None, None),
+            direction("layers.0.attention.value", "symmetry", None, None),
             direction("joint: layers.0, layers.1", "dead", 2, 1e-9),
             direction("layers.1.mlp.up", "live", 1, 3e-4),
         ],
@@ -142,7 +142,7 @@ def test_directions_and_rows_without_massive_ones(record: dict[str, Any]) -> Non
     assert stream.table.rows[2] == ("layers.1", "0", "5.0", "0.9", "6.5")
     assert "verdict: preserved" in stream.caption
     assert directions.table is not None
-    assert directions.table.rows[0][1:3] == ("gauge", "–")
+    assert directions.table.rows[0][1:3] == ("symmetry", "–")
     assert directions.table.rows[1][1:4] == ("dead", "2", "1.99 to 2.01")
 
 

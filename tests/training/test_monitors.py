@@ -46,6 +46,19 @@ def test_a_growing_model_accumulates(config: TrainConfig, tmp_path: Path) -> Non
     assert of_kind(trainer.task.run, "geometry")[-1]["phase"] == "accumulation"
 
 
+def test_the_probe_has_no_padding_and_is_spaced_over_the_text(config: TrainConfig, tmp_path: Path) -> None:
+    task = start(config, tmp_path / "run").task
+    text = task.text
+    padded = (text.targets == -100).any(1)
+    assert padded.any(), "so that this can fail"
+    assert not padded.all()
+    whole = [row.tolist() for row in text.inputs[~padded]]
+    probe = GeometryLog(task, every=1)._probe.tolist()
+    places = [whole.index(row) for row in probe]
+    assert places[0] == 0
+    assert places[-1] >= len(whole) - 1 - len(whole) // len(probe)
+
+
 def test_a_model_that_does_not_change_reads_the_same_whatever_it_is_trained_on(
     config: TrainConfig, tmp_path: Path
 ) -> None:

@@ -293,6 +293,21 @@ def test_two_models_that_are_one_function_stay_one() -> None:
     assert apart("muon+adamw") > 1e-4
 
 
+@pytest.mark.parametrize(("name", "most"), [("ddc-adam", 0.01), ("ddc-muon", 0.03)])
+def test_a_first_step_is_of_the_size_of_the_learning_rate(name: str, most: float) -> None:
+    """Without `rms` a step of a rescaled matrix is √numel times as large: 0.4 of a weight at width 96."""
+    torch.manual_seed(0)
+    topology = Topology.chain("2")
+    stack = model(topology, layers=2, width=96)
+    loop = StepRunner(stack, make_optimizers(stack, OptimizerConfig(name=name)))
+    before = {n: p.detach().clone() for n, p in stack.named_parameters() if n.endswith("mlp.up.weight")}
+    inputs, targets = torch.randint(24, (2, 4, 8))
+    loop.step(Plan.of(topology, 2), [(inputs, targets)])
+    for n, weight in before.items():
+        change = float((stack.get_parameter(n).detach() - weight).norm() / weight.norm())
+        assert 0 < change < most, n
+
+
 @pytest.mark.parametrize("name", ["ddc-adam", "ddc-muon"])
 def test_a_halted_stage_rests_in_its_gauges_too(name: str) -> None:
     """What heads share goes on; what only the halted stage has stays."""

@@ -53,7 +53,7 @@ class Cell:
 def catalogue(*, seed: int = 0, on_cell: Callable[[Cell, int], None] | None = None) -> list[Cell]:
     """All cells. `on_cell` is called with each as it is done, and with how many there will be."""
     networks = architectures()
-    counted = [said for network in networks for said in predict(network) if not follows(said.node)]
+    counted = [message for network in networks for message in predict(network) if not follows(message.node)]
     total = len(counted) + len(SHARES) + 2 * len(LEAKS)
     cells = []
     for cell in _all(networks, seed):
@@ -104,23 +104,23 @@ LEAKS = (8, 64)
 def _all(networks: tuple[Architecture, ...], seed: int) -> Iterator[Cell]:
     for network in networks:
         cells = zip(predict(network), compare(network, seed=seed), strict=True)
-        yield from (cell for said, cell in cells if not follows(said.node))
+        yield from (cell for message, cell in cells if not follows(message.node))
     yield from _shares(seed)
     yield from _leaks(seed)
 
 
-def _cell(network: Architecture, said: Prediction, found: Measurement, within: float) -> Cell:
-    slope, refused = found.rate.slope, found.rate.refused
-    if said.expected == "zero":
-        ok = found.vanishes
-    elif said.expected == "refusal":
-        ok = refused is not None and found.rate.alignment_error > LEAK
+def _cell(network: Architecture, message: Prediction, result: Measurement, within: float) -> Cell:
+    slope, refused = result.rate.slope, result.rate.refused
+    if message.expected == "zero":
+        ok = result.vanishes
+    elif message.expected == "refusal":
+        ok = refused is not None and result.rate.alignment_error > LEAK
     else:
-        ok = slope is not None and said.slope is not None and abs(slope - said.slope) <= within
-    note = f"{said.source}: {said.note}" if said.note else said.source
-    if refused is not None and said.expected != "zero":
+        ok = slope is not None and message.slope is not None and abs(slope - message.slope) <= within
+    note = f"{message.source}: {message.note}" if message.note else message.source
+    if refused is not None and message.expected != "zero":
         note += f"; {refused}"
-    return Cell(f"{network}: {said.node}", said.slope, slope, ok, note)
+    return Cell(f"{network}: {message.node}", message.slope, slope, ok, note)
 
 
 def _chains() -> Iterator[Architecture]:

@@ -76,6 +76,6 @@ def measured_leak(width: int, t: Tensor, samples: int, noise: float = 1.0, seed:
 def _nodes(width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Gauss-Jacobi points and weights for B = Z² / (Z² + (d-1) s²) ~ Beta(1/2, (d-2)/2)."""
     if width < 3:
-        raise GeometryError(f"width {width}: the leak is finite from 3 on")
+        raise GeometryError(f"width {width}: the leak is finite from 3 on", setting="width", given=width)
     x, weight = special.roots_jacobi(NODES, (width - 4) / 2, -0.5)
     return torch.from_numpy((1 + x) / 2).to(like), torch.from_numpy(weight / weight.sum()).to(like)

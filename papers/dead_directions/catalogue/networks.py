@@ -80,11 +80,11 @@ def dead_block(t: Tensor, live: Tensor, powers: Mapping[int, int]) -> Tensor:
     """For every t, `live` on the live units and t^α on each dead one, by its place: (T, d, d)."""
     size = len(live) + len(powers)
     units = torch.tensor([unit for unit in range(size) if unit not in powers], device=t.device)
-    found = t.new_zeros(len(t), size, size)
-    found[:, units[:, None], units] = live
+    result = t.new_zeros(len(t), size, size)
+    result[:, units[:, None], units] = live
     for place, power in powers.items():
-        found[:, place, place] = t**power
-    return found
+        result[:, place, place] = t**power
+    return result
 
 
 def live_block(size: int, seed: int, like: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def probe(
     if samples is None:
         samples = 64 if isinstance(architecture, OverTokens) else 4000
     if samples < MANY:
-        raise GeometryError(f"{samples} samples: give at least {MANY}")
+        raise GeometryError(f"{samples} samples: give at least {MANY}", setting="samples", given=samples)
     t = log_grid(*(window or asymptotic_window(architecture)))
     with _one_thread():
         return _measure(architecture, t, samples, seed)
@@ -123,14 +123,14 @@ def ladder(
     >>> [round(slope) for slope in ladder(3)["product"]]
     [4, 4, 4]
     """
-    found: dict[str, list[float]] = {"G": [], "A": [], "product": []}
+    result: dict[str, list[float]] = {"G": [], "A": [], "product": []}
     for measurement in probe(Chain(depth, width, activation), seed=seed):
         kind = measurement.node.split("_")[0]
-        if kind in found:
+        if kind in result:
             slope = measurement.rate.slope
             assert slope is not None, f"a plain chain can be read: {measurement.rate.refused}"
-            found[kind].append(slope)
-    return found
+            result[kind].append(slope)
+    return result
 
 
 def asymptotic_window(architecture: Architecture) -> tuple[float, float]:
@@ -150,7 +150,10 @@ def asymptotic_window(architecture: Architecture) -> tuple[float, float]:
         high = max(high, SPAN * low)
         if high > UPPER * (1 + 1e-9):
             raise GeometryError(
-                f"{architecture}: t^{steepest} leaves float64 before the limit", remedy="give fewer layers"
+                f"{architecture}: t^{steepest} leaves float64 before the limit",
+                setting="architecture",
+                given=str(architecture),
+                remedy="give fewer layers",
             )
     return low, high
 
@@ -164,7 +167,7 @@ def _measure(architecture: Architecture, t: Tensor, samples: int, seed: int) -> 
     moments = gradients | {name: reading.of(reading.at) for name, reading in trace.forward.items()}
     floor = PROJECTED if _turned(architecture) else 0.0
     moments = {name: torch.where(values > floor, values, 0.0) for name, values in moments.items()}
-    found = []
+    results = []
     for name in [prediction.node for prediction in predict(architecture)]:
         if name in moments:
             values = moments[name]
@@ -179,8 +182,8 @@ def _measure(architecture: Architecture, t: Tensor, samples: int, seed: int) -> 
         rate = fit_rate(
             t, values[: len(t)], **labels, floor=floor, alignment_error=trace.alignment_error, depth=depth
         )
-        found.append(Measurement(name, rate))
-    return tuple(found)
+        results.append(Measurement(name, rate))
+    return tuple(results)
 
 
 def _preferred_window(architecture: Architecture) -> tuple[float, float]:
@@ -222,13 +225,13 @@ def _backward(
 ) -> dict[str, list[Tensor]]:
     """Adds Σ_c mean((δ^{(c)} · v)²) to `sums`; returns all δ^{(c)} if a smallest eigenvalue is asked for."""
     stacks: dict[str, list[Tensor]] = {name: [] for name in trace.backward}
-    kept = _has_eigenvalues(architecture)
+    retained = _has_eigenvalues(architecture)
     nodes = [reading.at for reading in trace.backward.values()]
     for cotangent in _cotangents(architecture, trace.outputs, seed):
-        found = torch.autograd.grad(trace.outputs, nodes, cotangent, retain_graph=True)
-        for (name, reading), delta in zip(trace.backward.items(), found, strict=True):
+        result = torch.autograd.grad(trace.outputs, nodes, cotangent, retain_graph=True)
+        for (name, reading), delta in zip(trace.backward.items(), result, strict=True):
             sums[name] += reading.of(delta)
-            if kept:
+            if retained:
                 stacks[name].append(delta)
     return stacks
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from papers.dead_directions.families.two_layer import DeadUnit, activation
+from papers.dead_directions.quadrature import points
 from topograd.errors import GeometryError
-from topograd.geometry.quadrature import points
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Autoencoder:
         if not 2 <= self.hidden < self.inputs <= self.samples:
             raise GeometryError(
                 f"{self.inputs} inputs, {self.hidden} hidden units, {self.samples} samples: "
-                "give 2 <= hidden < inputs <= samples"
+                "give 2 <= hidden < inputs <= samples",
+                setting="hidden",
+                given=self.hidden,
             )
 
     @property
@@ -83,13 +85,13 @@ class Autoencoder:
     def _each(self, t: Tensor, read: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`read` of H₁ and δ₁ at every t."""
         kind, x = activation(self.activation), self.draw(t.device)[2]
-        found = []
+        results = []
         for value in points(t).tolist():
             W1, W2 = self.weights(value, t.device)
             z = x @ W1.mT
             h = kind.function(z)
-            found.append(read(h, (h @ W2.mT - x) @ W2 * kind.derivative(z)))
-        return torch.stack(found)
+            results.append(read(h, (h @ W2.mT - x) @ W2 * kind.derivative(z)))
+        return torch.stack(results)
 
     def draw(self, device: torch.device | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """W₁, W₂ with entries of variance 1 / fan-in, and the inputs; the same on every device."""

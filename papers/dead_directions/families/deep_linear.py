@@ -35,9 +35,17 @@ def deep_linear_coefficient(widths: Sequence[int], rank: int) -> tuple[float, in
     ((0.5, 3), (5.5, 1))
     """
     if len(widths) < 2 or min(widths, default=0) < 1:
-        raise GeometryError(f"widths {tuple(widths)}: give two or more, each at least 1")
+        raise GeometryError(
+            f"widths {tuple(widths)}: give two or more, each at least 1",
+            setting="widths",
+            given=tuple(widths),
+        )
     if not 0 <= rank <= min(widths):
-        raise GeometryError(f"rank {rank} of a product between widths {tuple(widths)}: at most {min(widths)}")
+        raise GeometryError(
+            f"rank {rank} of a product between widths {tuple(widths)}: at most {min(widths)}",
+            setting="rank",
+            given=rank,
+        )
     M = sorted(width - rank for width in widths)
     chosen = _smallest(M)
     ell, S = len(chosen) - 1, sum(chosen)

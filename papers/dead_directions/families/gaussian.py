@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from papers.dead_directions.quadrature import points
 from topograd.errors import GeometryError
-from topograd.geometry.quadrature import points
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Gaussian:
 
     def __post_init__(self) -> None:
         if self.order < 1:
-            raise GeometryError(f"N(t^k, 1) with k = {self.order}: give k of at least 1")
+            raise GeometryError(
+                f"N(t^k, 1) with k = {self.order}: give k of at least 1", setting="order", given=self.order
+            )
 
     @property
     def name(self) -> str:

@@ -45,16 +45,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.errors import GeometryError
-from topograd.geometry.quadrature import (
+from papers.dead_directions.quadrature import (
     REACH,
     STEP,
-    excess_exp,
     excess_log,
     normal_density,
     normal_rule,
     points,
 )
+from topograd.errors import GeometryError
+from topograd.geometry.paths import excess_exp
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,21 @@ class Merge:
         if len(self.weights) != 2 + len(self.others) or min(self.weights) <= 0:
             raise GeometryError(
                 f"weights {self.weights} with further means {self.others}: give two positive weights for the "
-                "pair and one for each further mean"
+                "pair and one for each further mean",
+                setting="weights",
+                given=self.weights,
             )
         if not math.isclose(math.fsum(self.weights), 1, abs_tol=1e-12):
             raise GeometryError(
-                f"the weights {self.weights} sum to {math.fsum(self.weights)}: they must to 1"
+                f"the weights {self.weights} sum to {math.fsum(self.weights)}: they must to 1",
+                setting="weights",
+                given=self.weights,
             )
         if any(mean == 0 for mean in self.others):
             raise GeometryError(
-                "a further component stands at 0, where the pair merges: give it another mean"
+                "a further component stands at 0, where the pair merges: give it another mean",
+                setting="others",
+                given=self.others,
             )
 
     @property
@@ -162,7 +168,11 @@ class WeightBoundary:
 
     def __post_init__(self) -> None:
         if not 0 < abs(self.mean) <= 5:
-            raise GeometryError(f"a second mean of {self.mean}: give one in [-5, 5] that is not 0")
+            raise GeometryError(
+                f"a second mean of {self.mean}: give one in [-5, 5] that is not 0",
+                setting="mean",
+                given=self.mean,
+            )
 
     @property
     def name(self) -> str:
@@ -194,7 +204,9 @@ class WeightBoundary:
     def _scores(self, t: Tensor) -> tuple[list[Tensor], Tensor]:
         """p's derivatives in the first mean, in μ and in π, and p. The mass of φ(x-μ)²/φ(x) lies at 2μ."""
         if float(t.max()) >= 1:
-            raise GeometryError(f"a weight of {float(t.max())}: it lies between 0 and 1")
+            raise GeometryError(
+                f"a weight of {float(t.max())}: it lies between 0 and 1", setting="t", given=float(t.max())
+            )
         low, high = min(0.0, 2 * self.mean), max(0.0, 2 * self.mean)
         x, _ = normal_rule(math.floor(low) - REACH, math.ceil(high) + REACH, t.device)
         here, there = normal_density(x), normal_density(x - self.mean)

@@ -65,7 +65,9 @@ class ReducedRank:
         if not 0 <= self.rank < self.hidden <= min(self.inputs, self.outputs):
             raise GeometryError(
                 f"hidden {self.hidden}, rank {self.rank}, inputs {self.inputs}, outputs {self.outputs}: "
-                "give 0 <= rank < hidden <= inputs and outputs"
+                "give 0 <= rank < hidden <= inputs and outputs",
+                setting="hidden",
+                given=self.hidden,
             )
 
     @property
@@ -140,9 +142,9 @@ def jacobian(W1: Tensor, W2: Tensor) -> Tensor:
 
 def spectrum(W1: Tensor, W2: Tensor) -> Tensor:
     """All eigenvalues of F, largest first, as squares of the singular values of J."""
-    found = torch.linalg.svdvals(jacobian(W1, W2)).square()
-    missing = W1.numel() + W2.numel() - len(found)
-    return torch.cat((found, found.new_zeros(max(missing, 0))))
+    result = torch.linalg.svdvals(jacobian(W1, W2)).square()
+    missing = W1.numel() + W2.numel() - len(result)
+    return torch.cat((result, result.new_zeros(max(missing, 0))))
 
 
 def count_rates(t: Tensor, spectra: Tensor) -> SpectrumCounts:
@@ -152,7 +154,9 @@ def count_rates(t: Tensor, spectra: Tensor) -> SpectrumCounts:
     for values in spectra[:, ~nil].T:
         rate = fit_rate(t, values, estimator="eigenvalue of the exact Fisher")
         if rate.slope is None:
-            raise GeometryError(f"an eigenvalue has {rate}: choose a grid nearer to the singular point")
+            raise GeometryError(
+                f"an eigenvalue has {rate}: choose a grid nearer to the singular point", setting="grid"
+            )
         slopes.append(rate.slope)
     moving = tuple(slope for slope in slopes if abs(slope) > 0.5)
     return SpectrumCounts(int(nil.sum()), len(moving), len(slopes) - len(moving), moving)
@@ -167,7 +171,9 @@ def learning_coefficient(inputs: int, hidden: int, outputs: int, rank: int) -> t
     M, H, N, r = inputs, hidden, outputs, rank
     if min(M, H, N) < 1 or not 0 <= r <= min(M, H, N):
         raise GeometryError(
-            f"inputs {M}, hidden {H}, outputs {N}, rank {r}: give positive sizes and a rank up to the least"
+            f"inputs {M}, hidden {H}, outputs {N}, rank {r}: give positive sizes and a rank up to the least",
+            setting="rank",
+            given=r,
         )
     if M + r > N + H:
         return (H * N - H * r + M * r) / 2, 1

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from papers.dead_directions.quadrature import points
 from topograd.errors import GeometryError
-from topograd.geometry.quadrature import points
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,12 @@ class Superposition:
     def __post_init__(self) -> None:
         if not 2 <= self.hidden <= self.features:
             raise GeometryError(
-                f"{self.hidden} hidden units for {self.features} features: give from 2 to as many as features"
+                setting="hidden", given=self.hidden, allowed=f"from 2 to the {self.features} features"
             )
         if not 0 <= self.overlap < 1:
-            raise GeometryError(f"an overlap of {self.overlap}: give one in [0, 1)")
+            raise GeometryError(
+                f"an overlap of {self.overlap}: give one in [0, 1)", setting="overlap", given=self.overlap
+            )
 
     @property
     def name(self) -> str:

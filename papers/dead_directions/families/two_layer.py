@@ -38,8 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from papers.dead_directions.quadrature import REACH, normal_density, normal_rule, points
 from topograd.errors import GeometryError
-from topograd.geometry.quadrature import REACH, normal_density, normal_rule, points
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ ACTIVATIONS = {
 def activation(name: str) -> Activation:
     """The activation of this name."""
     if name not in ACTIVATIONS:
-        raise GeometryError(f"an activation called {name!r}: give one of {', '.join(ACTIVATIONS)}")
+        raise GeometryError(
+            f"an activation called {name!r}: give one of {', '.join(ACTIVATIONS)}", setting="name", given=name
+        )
     return ACTIVATIONS[name]
 
 
@@ -124,7 +126,9 @@ def schur_fraction(width: int, mean: float, variance: float, dead_mean: float, d
     if width < 2 or variance <= 0 or dead_moment <= 0:
         raise GeometryError(
             f"width {width}, variance {variance}, dead second moment {dead_moment}: "
-            "give a width of at least 2 and positive moments"
+            "give a width of at least 2 and positive moments",
+            setting="width",
+            given=width,
         )
     lives = (width - 1) * mean**2
     return lives * dead_mean**2 / (dead_moment * (variance + lives))

@@ -47,7 +47,7 @@ def train_on_ranks(args: Train, config: ParallelConfig) -> int:
 
 
 def _how_to_continue(folder: Path, args: Train) -> str:
-    """What to type after a rank was lost: the last checkpoint set is whole, on as many processes or on one."""
+    """What to type after a rank was lost: the last set is whole, for as many processes or for one."""
     again = f"topograd train --resume {shlex.quote(str(folder))}"
     here, all_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("WORLD_SIZE", "1")
     start = f"torchrun --nproc-per-node {here}" if here == all_ranks else "torchrun as before"

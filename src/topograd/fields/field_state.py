@@ -1,4 +1,4 @@
-"""The fields of a network on a set of examples, and their overlaps.
+"""Activation and conjugate fields of a network on a set of examples, and their overlaps.
 
 Statement. For every example, with b_L = 1 and ⟨x y⟩ = (1/N) Σ_i x_i y_i,
 
@@ -80,19 +80,15 @@ class State:
 
     def rows(self, which: slice) -> State:
         """The same fields on some of the rows."""
-        return State(*({layer: x[which] for layer, x in part.items()} for part in self._all()))
-
-    def _all(self) -> tuple[Fields, Fields, Fields, Fields, Fields]:
-        return self.u, self.v, self.a, self.b, self.z
+        parts = (self.u, self.v, self.a, self.b, self.z)
+        return State(*({layer: x[which] for layer, x in part.items()} for part in parts))
 
     def _overlap(self, x: Tensor) -> Tensor:
         return x @ x.T / self.N
 
     def _of(self, part: Fields, layer: int) -> Tensor:
         if layer not in part:
-            raise FieldError(
-                setting="layer", given=layer, remedy=f"here it must be from {min(part)} to {max(part)}"
-            )
+            raise FieldError(setting="layer", given=layer, allowed=f"from {min(part)} to {max(part)}")
         return part[layer]
 
 

@@ -1,4 +1,4 @@
-"""Gradient descent at any depth without ever forming new weights: the history form.
+"""History form of gradient descent: runs at any depth without new weights.
 
 Statement. Exact for any step η, through mask crossings, for training and unseen rows alike. With W_l(0) the
 weights at the start and sums over past steps s < t and training examples β,

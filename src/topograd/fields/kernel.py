@@ -1,4 +1,4 @@
-"""The kernel that drives the residuals, layer by layer, without a Jacobian.
+"""Tangent kernels by layer, from fields and without a Jacobian.
 
 Statement. With r = Y - y and loss mean(r²) over M examples,
 
@@ -45,9 +45,8 @@ class Kernel:
         """-(2η/M) K^{[l]} r, (L, rows): what each layer adds to the outputs in one step, to first order."""
         M = self.total.shape[1]
         if residual.shape != (M,):
-            raise FieldError(
-                f"the residual is {tuple(residual.shape)}", remedy=f"it must be ({M},), as K has columns"
-            )
+            shape = tuple(residual.shape)
+            raise FieldError(setting="residual", given=shape, allowed=f"({M},), as K has columns")
         return -(2 * eta / M) * (self.layers @ residual)
 
 

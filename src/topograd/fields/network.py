@@ -1,4 +1,4 @@
-"""The networks that the theory of fields covers, and a clear line for all others.
+"""Networks that the theory of fields covers: weights, and checks of them.
 
 Statement. L layers without biases, a ReLU after each, the last included, and a fixed readout:
 
@@ -12,8 +12,8 @@ A network is a sequence of weights, or a module whose parts are `Linear(bias=Fal
 are registered. Either must then answer u_L, or its mean, on a few random inputs as those weights do.
 
 Source: "Learning Dynamics Reveal a Hierarchy of Weight-Induced Layerwise Gram Metrics" (C. Nordio),
-section 2. Limits. Weights are detached: fields are read, not differentiated. One linear part used twice is
-refused: its gradient would be a sum over its uses, which the kernel's layer-wise form does not have.
+section 2. Limits. Weights are detached: fields are read, not differentiated. One linear part used twice
+raises FieldError: its gradient would be a sum over its uses, which the layer-wise form does not have.
 """
 
 from __future__ import annotations
@@ -49,16 +49,12 @@ def weights_of(network: Network) -> tuple[Tensor, ...]:
     return detached
 
 
-def check_inputs(weights: Sequence[Tensor], inputs: Tensor) -> None:
-    """Refuse inputs that these weights cannot read."""
-    width = weights[0].shape[1]
-    if inputs.dim() != 2 or inputs.shape[1] != width:
-        raise FieldError(
-            f"inputs are {tuple(inputs.shape)}", remedy=f"they must be (M, {width}), as W_1 reads them"
-        )
-    if not inputs.shape[0]:
-        raise FieldError("there are M = 0 examples", remedy="give at least one row of inputs")
-    _check_same_kind("inputs", inputs, weights[0])
+def check_inputs(weights: Sequence[Tensor], inputs: Tensor, setting: str = "inputs") -> None:
+    """Raise FieldError for inputs that do not fit these weights."""
+    width, shape = weights[0].shape[1], tuple(inputs.shape)
+    if inputs.dim() != 2 or inputs.shape[1] != width or not inputs.shape[0]:
+        raise FieldError(setting=setting, given=shape, allowed=f"(M, {width}), as W_1 reads them, M above 0")
+    _check_same_kind(setting, inputs, weights[0])
 
 
 def check_problem(
@@ -68,13 +64,12 @@ def check_problem(
     check_inputs(weights, inputs)
     M = inputs.shape[0]
     if targets.shape != (M,):
-        raise FieldError(
-            f"targets are {tuple(targets.shape)}", remedy=f"they must be ({M},): Y is one number an example"
-        )
+        shape = tuple(targets.shape)
+        raise FieldError(setting="targets", given=shape, allowed=f"({M},): Y is one number an example")
     _check_same_kind("targets", targets, inputs)
     if unseen is None:
         return inputs
-    check_inputs(weights, unseen)
+    check_inputs(weights, unseen, "unseen")
     return torch.cat([inputs, unseen])
 
 
@@ -92,9 +87,9 @@ def _of_sequence(parts: list[nn.Module]) -> list[Tensor]:
         wanted = nn.ReLU if i % 2 else nn.Linear
         if not isinstance(part, wanted):
             name = f"part {i} is {type(part).__name__}, where {wanted.__name__} is due"
-            raise FieldError(name, remedy=COVERED)
+            raise _outside(name, type(part).__name__)
     if len(parts) % 2:
-        raise FieldError("the last part is Linear, and no ReLU follows", remedy=COVERED)
+        raise _outside("the last part is Linear, and no ReLU follows", "Linear")
     return _distinct([_linear_weight(part) for part in parts[::2]])
 
 
@@ -102,42 +97,50 @@ def _of_module(module: nn.Module) -> list[Tensor]:
     leaves = [part for part in module.modules() if not list(part.children())]
     for part in leaves:
         if not isinstance(part, nn.Linear | nn.ReLU):
-            raise FieldError(f"the module has a part {type(part).__name__}", remedy=COVERED)
+            raise _outside(f"the module has a part {type(part).__name__}", type(part).__name__)
     weights = _distinct([_linear_weight(part) for part in leaves if isinstance(part, nn.Linear)])
     known = {id(W) for W in weights}
     if any(id(parameter) not in known for parameter in module.parameters()):
-        raise FieldError("the module has parameters outside its Linear parts", remedy=COVERED)
+        raise _outside("the module has parameters outside its Linear parts", "parameters")
     return weights
+
+
+def _outside(problem: str, given: str) -> FieldError:
+    return FieldError(problem, setting="network", given=given, remedy=COVERED)
 
 
 def _linear_weight(part: nn.Module) -> Tensor:
     assert isinstance(part, nn.Linear)
     if part.bias is not None:
-        raise FieldError(f"Linear({part.in_features}, {part.out_features}) has a bias", remedy=COVERED)
+        raise _outside(f"Linear({part.in_features}, {part.out_features}) has a bias", "bias")
     return part.weight
 
 
 def _distinct(weights: list[Tensor]) -> list[Tensor]:
     if len({id(W) for W in weights}) < len(weights):
-        raise FieldError("one weight is used by two layers", remedy="each layer must have its own")
+        raise FieldError(
+            "one weight is used by two layers", setting="network", remedy="each layer must have its own"
+        )
     return weights
 
 
 def _check_weights(weights: list[Tensor]) -> None:
     if not weights:
-        raise FieldError("the network has no layers", remedy="give at least one weight matrix")
+        raise FieldError("the network has no layers", setting="network", allowed="one or more matrices")
     for layer, W in enumerate(weights, start=1):
         if not isinstance(W, Tensor) or W.dim() != 2 or not W.numel():
             given = tuple(W.shape) if isinstance(W, Tensor) else type(W).__name__
-            raise FieldError(f"W_{layer} is {given}", remedy="each weight must be a matrix (N_l, N_(l-1))")
+            raise FieldError(setting=f"W_{layer}", given=given, allowed="a matrix (N_l, N_(l-1))")
         if not W.is_floating_point():
-            raise FieldError(f"W_{layer} is {W.dtype}", remedy="weights must be float64 or float32")
+            raise FieldError(setting=f"W_{layer}", given=W.dtype, allowed="float64 or float32")
         _check_same_kind(f"W_{layer}", W, weights[0])
     for layer, (below, above) in enumerate(pairwise(weights), start=1):
         if above.shape[1] != below.shape[0]:
             raise FieldError(
                 f"widths do not chain: W_{layer} gives {below.shape[0]} numbers and W_{layer + 1} "
                 f"reads {above.shape[1]}",
+                setting=f"W_{layer + 1}",
+                given=above.shape[1],
                 remedy="these must be equal",
             )
 
@@ -146,6 +149,8 @@ def _check_same_kind(name: str, tensor: Tensor, like: Tensor) -> None:
     if (tensor.dtype, tensor.device) != (like.dtype, like.device):
         raise FieldError(
             f"{name}: {tensor.dtype} on {tensor.device}, beside {like.dtype} on {like.device}",
+            setting=name,
+            given=tensor.dtype,
             remedy="give everything one dtype and device",
         )
 
@@ -161,6 +166,4 @@ def _probe(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
     expected = u if answer.shape == u.shape else u.mean(-1)
     answer = answer if answer.shape == u.shape else answer.reshape(-1)
     if answer.shape != expected.shape or not torch.allclose(answer, expected, rtol=1e-4, atol=1e-6):
-        raise FieldError(
-            "the module's answer is not that of its Linear parts with ReLU between", remedy=COVERED
-        )
+        raise _outside("the module's output is not that of its Linear parts with ReLU between", "output")

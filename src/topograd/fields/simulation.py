@@ -1,4 +1,4 @@
-"""Whole runs of gradient descent in the fields, for training and unseen inputs together.
+"""Exact runs of gradient descent in the fields, for training and unseen inputs together.
 
 Statement. `simulate` is exact: the residuals r(t) and unseen outputs Y(t) of gradient descent on mean(r²)
 with step η, for t = 0..T, through every mask crossing (`history.py`). It also counts the crossings: entries
@@ -13,7 +13,7 @@ with t, and T M (N_{l-1} + N_l) numbers for each layer l ≥ 2.
 Source: "Learning Dynamics Reveal a Hierarchy of Weight-Induced Layerwise Gram Metrics" (C. Nordio), sections
 3.3 and 3.6; the form at any depth is derived in `history.py`. The obvious version is
 `tests.oracles.fields.descend`.
-Limits. A step too large for the loss ends in a `DivergenceError`, which says at which t.
+Limits. A step too large for the loss raises `DivergenceError`, which names t.
 """
 
 from __future__ import annotations
@@ -79,22 +79,21 @@ def simulate(
             crossed.append(crossings(last, seen))
         last = seen
     Y = torch.stack(outputs)
-    _check_finite(Y)
+    bad = (~Y.isfinite()).any(-1).nonzero()
+    if len(bad):
+        raise DivergenceError(
+            f"the outputs are not finite from step {int(bad[0])} on",
+            setting="eta",
+            given=eta,
+            remedy="take a smaller eta",
+        )
     counts = torch.stack(crossed) if crossed else torch.zeros(0, dtype=torch.int64, device=inputs.device)
     return Simulation(Y[:, :M] - targets, Y[:, M:], counts)
 
 
 def check_run(eta: float, steps: int) -> None:
-    """Refuse a step size or count that means nothing."""
+    """Raise FieldError for a step size or count out of range."""
     if not (math.isfinite(eta) and eta > 0):
-        raise FieldError(setting="eta", given=eta, remedy="the step must be a positive number")
+        raise FieldError(setting="eta", given=eta, allowed="a positive number")
     if steps < 0:
         raise FieldError(setting="steps", given=steps, allowed="0 or more")
-
-
-def _check_finite(outputs: Tensor) -> None:
-    bad = (~outputs.isfinite()).any(-1).nonzero()
-    if len(bad):
-        raise DivergenceError(
-            f"the outputs are not finite from step {int(bad[0])} on", remedy="take a smaller eta"
-        )

@@ -1,4 +1,4 @@
-"""The kernel of a network that trains in stages: no gradient between stages, a readout at the end of each.
+"""Tangent kernel of a staged network: no gradient between stages, a readout at the end of each.
 
 Statement. Stage k holds consecutive layers, ends with N_k neurons, reads out Y_k = mean of them, and descends
 mean((Y_k - y)²), which reaches its own layers only. Let z_{l,k} be the conjugate field of layer l under
@@ -9,8 +9,8 @@ readout k (b = 1 at the end of stage k, carried back through all layers below, a
 
 where ⟨x y⟩_N divides by N. The blocks form a lower triangle:
 
-    K_kk    the kernel of stage k as a network by itself, on the inputs that it hears
-    K_kj    j < k: the stages below learn for their own sake, and so move the inputs of stage k
+    K_kk    the kernel of stage k as a network by itself, on its inputs
+    K_kj    j < k: the stages below learn by their own losses, and so move the inputs of stage k
 
 Only K_kk is under the control of stage k: the gradient of its loss is zero outside its layers. Its residual
 follows K_kk alone, to first order, if the stages below stand still; while they learn, the other blocks are of
@@ -67,9 +67,8 @@ class StagedKernel:
     def _residuals(self, targets: Tensor) -> Tensor:
         M = self.outputs.shape[1]
         if targets.shape != (M,):
-            raise FieldError(
-                f"targets are {tuple(targets.shape)}", remedy=f"they must be ({M},): every stage has the same"
-            )
+            shape = tuple(targets.shape)
+            raise FieldError(setting="targets", given=shape, allowed=f"({M},): every stage has the same")
         return self.outputs - targets
 
 
@@ -97,7 +96,7 @@ def _spans(stages: Sequence[int], depth: int) -> list[tuple[int, int]]:
     """Stage k has the layers start + 1, ..., stop."""
     if not stages or min(stages) < 1 or sum(stages) != depth:
         raise FieldError(
-            f"stages are {list(stages)}", remedy=f"they must be at least 1 layer each, {depth} together"
+            setting="stages", given=list(stages), allowed=f"at least 1 layer each, {depth} together"
         )
     spans, start = [], 0
     for size in stages:

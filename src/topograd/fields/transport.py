@@ -1,4 +1,4 @@
-"""How changes of the conjugate fields travel backward: pullback metrics, and transport without operators.
+"""Pullback metrics and backward transport of changes of the conjugate fields, without operators.
 
 Statement. For examples α, β and 1 ≤ l ≤ L-1, with the masks and weights of one moment,
 
@@ -78,24 +78,24 @@ def check_residual(state: State, residual: Tensor) -> int:
     rows = state.v[1].shape[0]
     if residual.dim() != 1 or not 1 <= residual.shape[0] <= rows:
         raise FieldError(
-            f"the residual is {tuple(residual.shape)}", remedy=f"it must be (M,), M from 1 to {rows} rows"
+            setting="residual", given=tuple(residual.shape), allowed=f"(M,), M from 1 to {rows} rows"
         )
     return residual.shape[0]
 
 
 def _descend(weights: tuple[Tensor, ...], state: State, driven: Fields) -> Fields:
     """Σ_β M_l^{αβ} x_l^β for every l in `driven`, which goes up to L - 1 and has x_{l+1} = a ∘ W x_l."""
-    found: Fields = {}
+    result: Fields = {}
     for layer in sorted(driven, reverse=True):
         z, M = state.z[layer + 1], driven[layer].shape[0]
         local = (z @ z[:M].T / state.N) @ driven[layer]
-        above = found.get(layer + 1)
-        found[layer] = local if above is None else local + (state.a[layer + 1] * above) @ weights[layer]
-    return found
+        above = result.get(layer + 1)
+        result[layer] = local if above is None else local + (state.a[layer + 1] * above) @ weights[layer]
+    return result
 
 
 def _check_layer(state: State, layer: int) -> None:
     if not 1 <= layer < state.depth:
         last = state.depth - 1
-        allowed = f"it must be from 1 to L-1 = {last}" if last else "one hidden layer has no transport"
-        raise FieldError(setting="layer", given=layer, remedy=allowed)
+        allowed = f"from 1 to L-1 = {last}" if last else "one of several: one hidden layer has no transport"
+        raise FieldError(setting="layer", given=layer, allowed=allowed)

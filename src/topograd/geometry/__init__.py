@@ -1,6 +1,6 @@
-"""The ground that a gradient flows over: Fisher and K-FAC factors, rates, singular invariants, monitors.
+"""Fisher geometry of any `nn.Module`: K-FAC factors, symmetries, rates, singular invariants, monitors.
 
-Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; docs/geometry.md is the tour.
+After "Dead Directions: Geometric Singular Learning"; docs/geometry.md is the tour.
 """
 
 from topograd.effective_rank import effective_rank
@@ -8,18 +8,16 @@ from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, re
 from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
-from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning
+from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning, anisotropy
 from topograd.geometry.monitors.layernorm import KernelMonitor, kernel_cosine, layernorm_kernel
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.geometry.monitors.task_expansion import ExpansionDetector, anisotropy
 from topograd.geometry.paths import OrderReading, Path, read_order
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
 from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
 from topograd.geometry.safe_directions import MapReading, adapter_directions, read_maps
 from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient, learning_coefficient
-from topograd.geometry.singular.crossings import Crossing, crossing_from_rates, recover_crossing, rlct
-from topograd.geometry.singular.fluctuation import data_free_fluctuation, singular_fluctuation
+from topograd.geometry.singular.invariants import rlct, singular_fluctuation
 
 __all__ = [
     "Alarm",
@@ -29,10 +27,8 @@ __all__ = [
     "CheckpointReading",
     "Composition",
     "CrossEntropy",
-    "Crossing",
     "DirectionReading",
     "EarlyWarning",
-    "ExpansionDetector",
     "Factors",
     "GatedStack",
     "Inspection",
@@ -50,8 +46,6 @@ __all__ = [
     "StreamProfile",
     "adapter_directions",
     "anisotropy",
-    "crossing_from_rates",
-    "data_free_fluctuation",
     "effective_rank",
     "fit_rate",
     "inspect",
@@ -66,7 +60,6 @@ __all__ = [
     "read_maps",
     "read_order",
     "read_phase",
-    "recover_crossing",
     "rlct",
     "singular_fluctuation",
     "weight_norm",

@@ -1,11 +1,11 @@
-"""What a checkpoint says of its flat directions: by symmetry, by learning, or not flat at all.
+"""Flat directions of a checkpoint: by symmetry, dead by learning, or live.
 
 Statement. Around the weights w* of a checkpoint, and on a probe batch of its data,
 
-    1  gauges        the continuous symmetries (`symmetry_search.py`): flat in every network of this shape
+    1  symmetries    the continuous ones (`symmetry_search.py`): flat in every network of this shape
     2  factors       A and G of every layer (`inspection.py`), and the flattest input u and output v of each
     3  a direction   v uᵀ, |v| = |u| = 1, in units of the layer's root mean square singular value; what of it
-                     lies along a gauge orbit is taken out
+                     lies along a symmetry's orbit is taken out
     4  a scan        K(t) = KL(p_{w*} ‖ p_{w* + tv}) outward from the checkpoint, t from 1e-3 to 1e-1, float64
     5  an order      K ~ t^{2k} by `fit_rate`, with its guards and interval: k = 1 is live, k > 1 is dead
     6  joint modes   layers that are flat one at a time, together: the order of a singularity is in their
@@ -13,7 +13,7 @@ Statement. Around the weights w* of a checkpoint, and on a probe batch of its da
     7  λ             a direction of order k adds 1/(2k); where the parts of a joint mode are components that
                      cross, anchored lines give their orders, and λ, m follow; ν is that of one component
 
-A gauge tangent that was not taken out would read as k = 2, since its orbit bends away from the straight line.
+A symmetry's tangent, if not taken out, would read as k = 2: its orbit bends away from the straight line.
 A checkpoint of a trained network is not at a singularity: nearly every direction has k = 1, and how flat it
 is, 2K/t² at the smallest t, is then the reading.
 
@@ -37,20 +37,19 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
-from topograd.geometry.factors import Batch, Outputs
-from topograd.geometry.inspection import Inspection, inspect_with_factors, refuse_quantised
+from topograd.geometry.factors import Batch, Outputs, each_batch
+from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
 from topograd.geometry.line_scan import Probe, short_example
 from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError
 from topograd.geometry.paths import Likelihood
 from topograd.geometry.rates import POINTS as RATE_POINTS
-from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
-from topograd.geometry.singular.crossings import rlct
-from topograd.geometry.singular.fluctuation import singular_fluctuation
+from topograd.geometry.rates import fit_rate, local_slope, log_grid
+from topograd.geometry.singular.invariants import rlct, singular_fluctuation
 from topograd.geometry.sketches import Sketched, flattest
 from topograd.geometry.symmetries import Symmetry, length, without_symmetries
 from topograd.geometry.symmetry_search import find_symmetries
 
-DirectionKind = Literal["gauge", "dead", "live"]
+DirectionKind = Literal["symmetry", "dead", "live"]
 OnScan = Callable[[int, int], None]
 """(scans done, scans in all)."""
 Parts = dict[str, Tensor]
@@ -61,7 +60,7 @@ SCANNED = 5e9
 """Parameters times directions that are scanned."""
 MIN_SCANS = 24
 ALONG = 1 - 1e-8
-"""The share along gauge orbits from which a direction is one."""
+"""The share along symmetry orbits from which a direction is one of symmetry."""
 INTEGER = 0.1
 ANCHOR = 0.3
 """Where the other parts of a joint mode are held while one moves, in units of t."""
@@ -76,15 +75,15 @@ class DirectionReading:
     layer: str
     kind: DirectionKind
     order: int | None = None
-    """k; None for a gauge, and where it was refused."""
+    """k; None for a symmetry, and where it could not be read."""
     interval: tuple[float, float] | None = None
     """Of half the slope of K: the middle 90 % over bootstrap draws."""
     fisher: float | None = None
     """2 K / t² at the smallest t."""
     share: float | None = None
-    """What it adds to λ: 1/(2k), or λ of the crossing; 0 for a gauge."""
-    gauge_share: float = 0.0
-    """How much of the square of v uᵀ lies along gauge orbits; it was taken out."""
+    """What it adds to λ: 1/(2k), or λ of the crossing; 0 for a symmetry."""
+    symmetry_share: float = 0.0
+    """How much of the square of v uᵀ lies along symmetry orbits; it was taken out."""
     dimensions: int = 1
     group: str | None = None
     moves: tuple[str, ...] = ()
@@ -97,15 +96,15 @@ class DirectionReading:
 
 @dataclass(frozen=True)
 class CheckpointReading:
-    """The directions of a checkpoint, beside everything that `inspect` says of it."""
+    """The directions of a checkpoint, beside its `inspect` readings."""
 
     inspection: Inspection
     directions: tuple[DirectionReading, ...]
     refused: tuple[str, ...]
-    """What could not be said, each with its reason."""
+    """What could not be read, each with its reason."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, words and lists; `sentences` say what to make of it."""
+        """Plain numbers, words and lists; `sentences` interpret them."""
         plain = self.inspection.as_dict()
         plain["directions"] = [asdict(one) for one in self.directions]
         plain["refused"] = list(self.refused)
@@ -130,26 +129,36 @@ def read_checkpoint(
     `scans` is how many directions are followed outward; the other arguments are those of `inspect`.
     """
     if scans is not None and scans < 1:
-        raise GeometryError(f"scans is {scans}: follow 1 direction or more")
+        raise GeometryError(setting="scans", given=scans, allowed="at least 1 direction")
     refuse_quantised(model)
-    first, every = _peeled(batches)
+    first, every = _first_and_all(batches)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     softmax = loss == "cross-entropy" or isinstance(loss, CrossEntropy)
     likelihood: Likelihood = "cross-entropy" if softmax else "squared-error"
     probe = Probe(model, short_example(first[0], parameters), likelihood, outputs, layers)
-    found = find_symmetries(model, probe.outputs_with, softmax=softmax)
-    inspection, factors = inspect_with_factors(
-        model, every, loss, fisher, layers=layers, outputs=outputs, generator=generator
-    )
-    refused = [*inspection.notes, *found.notes, "rotations of the whole stream were not looked for"]
-    if not softmax and loss is not None and not _gaussian(loss):
+    search = find_symmetries(model, probe.outputs_with, softmax=softmax)
+    inspection = inspect(model, every, loss, fisher, layers=layers, outputs=outputs, generator=generator)
+    factors = inspection.factors
+    refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
+    if not (softmax or loss is None or loss == "squared-error" or isinstance(loss, SquaredError)):
         refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
-    gauges = [_gauge(one, probe.parameters) for one in found.symmetries]
+    symmetries = [
+        DirectionReading(
+            one.names[0].removesuffix(".weight"),
+            "symmetry",
+            share=0.0,
+            symmetry_share=1.0,
+            dimensions=one.dimensions(probe.parameters),
+            group=one.group,
+            moves=one.names,
+        )
+        for one in search.symmetries
+    ]
     candidates = sorted(_candidates(model, factors), key=lambda one: one.flatness)
     most = scans or max(MIN_SCANS, int(SCANNED / max(parameters, 1)))
     if len(candidates) > most:
         refused.append(f"{len(candidates) - most} layers were not scanned, the flattest {most} were: --scans")
-    scanner = _Scanner(probe, found.symmetries, refused)
+    scanner = _Scanner(probe, search.symmetries, refused)
     total = min(most, len(candidates)) + 1
     readings: list[DirectionReading] = []
     for done, candidate in enumerate(candidates[:most]):
@@ -161,7 +170,8 @@ def read_checkpoint(
         on_scan(total, total)
     places = {name: place for place, name in enumerate(factors)}
     readings.sort(key=lambda one: places[one.layer])
-    return CheckpointReading(inspection, (*gauges, *joint, *readings), tuple(dict.fromkeys(refused)))
+    inspection = replace(inspection, factors={})  # they are large, and no longer needed
+    return CheckpointReading(inspection, (*symmetries, *joint, *readings), tuple(dict.fromkeys(refused)))
 
 
 @dataclass(frozen=True)
@@ -171,12 +181,12 @@ class Candidate:
     layer: str
     parts: Parts
     flatness: float
-    other: Callable[[], Parts]
-    """The same with the flattest v that is orthogonal to this one."""
+    others: Callable[[], Iterator[Parts]]
+    """The same with the flattest v, or u, or both, that are orthogonal to these."""
 
 
 class _Scanner:
-    """Scans directions, and remembers those that a joint mode may be made of."""
+    """Scans directions, and stores those that a joint mode may be made of."""
 
     def __init__(self, probe: Probe, symmetries: Sequence[Symmetry], refused: list[str]) -> None:
         self._probe, self._symmetries, self._refused = probe, symmetries, refused
@@ -184,50 +194,57 @@ class _Scanner:
         self._moving: dict[str, tuple[Parts, Tensor]] = {}
 
     def read(self, candidate: Candidate) -> list[DirectionReading]:
-        """One layer's direction without its gauge part; of one that is all gauge also the next one."""
-        found = [self._read(candidate.layer, candidate.parts)]
-        if found[0].kind == "gauge":
-            found.append(self._read(candidate.layer, candidate.other()))
-        return found
+        """One layer's direction without its symmetric part; where nothing is left, also another one."""
+        first = self._read(candidate.layer, candidate.parts)
+        if first.kind != "symmetry":
+            return [first]
+        for parts in candidate.others():
+            if (other := self._read(candidate.layer, parts)).kind != "symmetry":
+                return [first, other]
+        return [first]
 
     def _read(self, layer: str, raw: Parts) -> DirectionReading:
         left, along = without_symmetries(raw, self._symmetries, self._probe.parameters)
         if along > ALONG:
-            return DirectionReading(layer, "gauge", share=0.0, gauge_share=along, moves=tuple(left))
+            return DirectionReading(layer, "symmetry", share=0.0, symmetry_share=along, moves=tuple(left))
         ratio = length(raw) / length(left)
         parts = {name: ratio * part for name, part in left.items() if part.any()}
         reading, change = self._scan(layer, parts)
         if change is None:
             self._flat[layer] = raw
             self._refused.append(
-                f"{layer}: K is 0 along its flattest direction alone, so that it has no order: no symmetry "
-                "that was found, but the probe does not notice it"
+                f"{layer}: K is 0 along its flattest direction alone, so that it has no order: it is none of "
+                "the symmetries, but the probe's outputs do not depend on it"
             )
         else:
             self._moving[layer] = (parts, change)
-        return replace(reading, gauge_share=along)
+        return replace(reading, symmetry_share=along)
 
     def _scan(
         self, layer: str, parts: Parts, held: Parts | None = None
     ) -> tuple[DirectionReading, Tensor | None]:
-        """What K says along a direction, and the sketch of the change; None where there is none."""
+        """The reading of K along a direction, and the sketch of the change; None where there is none."""
         floor = self._probe.floor
         for window in WINDOWS:
             grid = log_grid(*window, POINTS)
             values, change = self._probe.scan(parts, grid, held)
             if sum(value > floor for value in values) >= RATE_POINTS:
                 break
-        seen = [(t, value) for t, value in zip(grid.tolist(), values, strict=True) if value > floor]
+        above = [(t, value) for t, value in zip(grid.tolist(), values, strict=True) if value > floor]
         moves = tuple(parts)
-        if not seen:
+        if not above:
             return DirectionReading(layer, "dead", fisher=0.0, share=0.0, moves=moves), None
-        fisher = 2 * seen[0][1] / seen[0][0] ** 2
+        fisher = 2 * above[0][1] / above[0][0] ** 2
         rate = fit_rate(grid, values, floor=floor, estimator="KL divergence")
-        order, why = _order(rate)
-        if order is None:
+        half = None if rate.slope is None else rate.slope / 2
+        order = 0 if half is None else round(half)
+        if half is None or order < 1 or abs(half - order) > INTEGER:
+            why = rate.refused if half is None else f"half the slope of K is {half:.2f}, which is no order"
             self._refused.append(f"{layer}: {why}")
-            return DirectionReading(layer, _by_slope(seen), fisher=fisher, moves=moves), change
-        assert rate.interval is not None, "a rate that was read has one"
+            # no order: live if K begins as a square
+            square = len(above) > 1 and local_slope(*zip(*above[:2], strict=True)) < 3
+            return DirectionReading(layer, "live" if square else "dead", fisher=fisher, moves=moves), change
+        assert rate.interval is not None, "a fitted rate has one"
         reading = DirectionReading(
             layer,
             "live" if order == 1 else "dead",
@@ -242,16 +259,16 @@ class _Scanner:
 
     def joint(self) -> list[DirectionReading]:
         """The joint modes: of all layers that are flat alone, and of all that are not."""
-        found = []
+        readings = []
         if len(self._flat) > 1:
             left, along = without_symmetries(
                 _sum(self._flat.values()), self._symmetries, self._probe.parameters
             )
             reading, _ = self._scan(f"joint: {', '.join(self._flat)}", left)
-            found.append(self._with_crossing(replace(reading, gauge_share=along)))
+            readings.append(self._with_crossing(replace(reading, symmetry_share=along)))
         if len(self._moving) > 1:
-            found.append(self._flattest_mixture())
-        return found
+            readings.append(self._flattest_mixture())
+        return readings
 
     def _flattest_mixture(self) -> DirectionReading:
         changes = torch.stack([change for _, change in self._moving.values()])
@@ -284,85 +301,45 @@ class _Scanner:
         return replace(reading, share=coefficient, crossing=crossing, fluctuation=alone)
 
 
-def _candidates(
-    model: nn.Module, factors: Mapping[str, tuple[Tensor | Sketched, Tensor | Sketched | None]]
-) -> Iterator[Candidate]:
+def _candidates(model: nn.Module, factors: Mapping[str, tuple[Factor, Factor | None]]) -> Iterator[Candidate]:
     """The flattest increment of every layer, in the shape of its parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
     for layer, (A, G) in factors.items():
-        weight = _weight(model, layer)
-        name, weight = names[id(weight)], weight.detach()
+        owner = aliases[layer] if layer in aliases else aliases[f"{layer}.weight"]
+        name, weight = names[id(owner)], owner.detach()
         u = flattest(A)
         if weight.numel() % len(u):
             continue
         size = weight.numel() // len(u)
         G = torch.eye(size, dtype=torch.float64, device=u.device) if G is None else G
         v = flattest(G)
-        turned = weight.shape[-1] != len(u) or _is_conv1d(model, layer)
+        turned = weight.shape[-1] != len(u) or type(modules.get(layer)).__name__ == "Conv1D"
         scale = float(weight.double().norm()) / min(len(u), size) ** 0.5 or 1.0
         flatness = scale**2 * _along(A, u) * _along(G, v)
 
         def parts(
-            v: Tensor, u: Tensor = u, name: str = name, scale: float = scale, turned: bool = turned
+            v: Tensor, u: Tensor, name: str = name, scale: float = scale, turned: bool = turned
         ) -> Parts:
             weight = model.get_parameter(name)
             increment = scale * torch.outer(v, u).to(weight.device)
             return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
 
-        def other(G: Tensor | Sketched = G, v: Tensor = v, parts: Callable[[Tensor], Parts] = parts) -> Parts:
-            return parts(flattest(G, v))
+        def others(
+            A: Factor = A, G: Factor = G, u: Tensor = u, v: Tensor = v, parts: Callable[..., Parts] = parts
+        ) -> Iterator[Parts]:
+            yield parts(flattest(G, v), u)  # a symmetry of the outputs
+            yield parts(v, flattest(A, u))  # of the inputs
+            yield parts(flattest(G, v), flattest(A, u))
 
-        yield Candidate(layer, parts(v), flatness, other)
-
-
-def _is_conv1d(model: nn.Module, layer: str) -> bool:
-    return layer in dict(model.named_modules()) and type(model.get_submodule(layer)).__name__ == "Conv1D"
-
-
-def _gaussian(loss: str | Loss | OwnLoss) -> bool:
-    return loss == "squared-error" or isinstance(loss, SquaredError)
+        yield Candidate(layer, parts(v, u), flatness, others)
 
 
-def _weight(model: nn.Module, layer: str) -> Tensor:
-    """The parameter of a layer of `kfac_factors`."""
-    every = dict(model.named_parameters(remove_duplicate=False))
-    return every[layer] if layer in every else every[f"{layer}.weight"]
-
-
-def _along(factor: Tensor | Sketched, x: Tensor) -> float:
+def _along(factor: Factor, x: Tensor) -> float:
     if isinstance(factor, Sketched):
         rest = factor.trace - float(factor.values.sum())
         return max(rest, 0.0) / max(len(x) - len(factor.values), 1)
     return max(float(x @ factor @ x), 0.0)
-
-
-def _gauge(symmetry: Symmetry, parameters: Mapping[str, Tensor]) -> DirectionReading:
-    return DirectionReading(
-        symmetry.names[0].removesuffix(".weight"),
-        "gauge",
-        share=0.0,
-        gauge_share=1.0,
-        dimensions=symmetry.dimensions(parameters),
-        group=symmetry.group,
-        moves=symmetry.names,
-    )
-
-
-def _order(rate: Rate) -> tuple[int | None, str]:
-    """k of a rate of K, or why there is none."""
-    if rate.slope is None:
-        return None, str(rate.refused)
-    order = round(rate.slope / 2)
-    if order < 1 or abs(rate.slope / 2 - order) > INTEGER:
-        return None, f"half the slope of K is {rate.slope / 2:.2f}, which is no order"
-    return order, ""
-
-
-def _by_slope(seen: Sequence[tuple[float, float]]) -> DirectionKind:
-    """Where no order could be read: whether K begins as a square."""
-    if len(seen) < 2:
-        return "dead"
-    return "live" if local_slope(*zip(*seen[:2], strict=True)) < 3 else "dead"
 
 
 def _sum(directions: Iterable[Mapping[str, Tensor]]) -> Parts:
@@ -373,29 +350,28 @@ def _sum(directions: Iterable[Mapping[str, Tensor]]) -> Parts:
     return total
 
 
-def _peeled(batches: Any) -> tuple[Batch, Iterator[Batch]]:
+def _first_and_all(batches: Any) -> tuple[Batch, Iterator[Batch]]:
     """The first batch, and all of them; mappings must have the same keys."""
-    pair = isinstance(batches, tuple | list) and len(batches) == 2
-    every = iter([batches] if pair and isinstance(batches[0], Tensor | Mapping) else batches)
-    first = next(every, None)
+    rest = each_batch(batches)
+    first = next(rest, None)
     if first is None:
-        raise GeometryError("there are no batches", remedy="give at least one pair (inputs, targets)")
-    if not isinstance(first, tuple | list) or len(first) != 2:
-        raise GeometryError(f"a batch of type {type(first).__name__}: give pairs (inputs, targets)")
+        raise GeometryError(
+            "there are no batches", setting="batches", remedy="give at least one pair (inputs, targets)"
+        )
+    one = first[0]
 
-    def again() -> Iterator[Batch]:
-        yield first[0], first[1]
-        for batch in every:
-            _same_keys(first, batch)
+    def every() -> Iterator[Batch]:
+        yield first
+        for batch in rest:
+            other = batch[0]
+            if isinstance(one, Mapping) and (not isinstance(other, Mapping) or one.keys() != other.keys()):
+                given = ", ".join(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
+                raise GeometryError(
+                    f"a batch has inputs {given}",
+                    setting="batches",
+                    given=given,
+                    allowed=f"{', '.join(map(str, one))}, as in the first batch",
+                )
             yield batch
 
-    return (first[0], first[1]), again()
-
-
-def _same_keys(first: Any, batch: Any) -> None:
-    one, other = first[0], batch[0] if isinstance(batch, tuple | list) and batch else None
-    if isinstance(one, Mapping) and (not isinstance(other, Mapping) or one.keys() != other.keys()):
-        given = ", ".join(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
-        raise GeometryError(
-            f"a batch has inputs {given}", remedy=f"the first has {', '.join(map(str, one))}: give like"
-        )
+    return first, every()

@@ -1,4 +1,4 @@
-"""K-FAC factors of any model: A = E[h hᵀ] and G = E[δ δᵀ] of every layer, streamed over batches.
+"""K-FAC factors of any model: A = E[h hᵀ] and G = E[δ δᵀ] of every layer, summed over batches.
 
 Statement. Each layer z = W h of a model (`layers.py`) has an approximate Fisher block
 
@@ -22,15 +22,14 @@ Kronecker-factored approximate curvature" (J. Martens, R. Grosse); "expand" afte
 Approximate Curvature for Modern Neural Network Architectures" (R. Eschenhagen et al.). Slow version:
 `tests/oracles/fisher.py`.
 Limits. The model stays in the mode it is in: with dropout the factors are of one draw. Padding counts among
-the M rows of A. Eigenvalues below 1e-14 of the largest are rounding: read those with `projections.py`. A
-parameter's requires_grad is off while the pass runs, and put back: no other thread may train the model
-meanwhile.
+the M rows of A. Eigenvalues below 1e-14 of the largest are rounding. A parameter's requires_grad is off while
+the pass runs, and put back: no other thread may train the model meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +39,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from topograd.errors import GeometryError
-from topograd.geometry.layers import Call, Reducer, Watch
+from topograd.geometry.host_copy import first_not_finite
+from topograd.geometry.layers import Call, CallTracer, Reducer
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, check_fisher, loss_named
-from topograd.geometry.reads import first_not_finite
 
 Batch = tuple[Any, Tensor | None]
 """Inputs (a tensor; a mapping is passed by name, a tuple by position) and targets."""
@@ -69,7 +68,7 @@ class LayerFactors:
 
 @dataclass(frozen=True)
 class Factors(Mapping[str, LayerFactors]):
-    """The factors by layer, in the order of the model's parameters, and what has none."""
+    """The factors by layer, in the order of the model's parameters."""
 
     layers: Mapping[str, LayerFactors]
     uncovered: Mapping[str, str]
@@ -112,21 +111,34 @@ def kfac_factors(
     """
     sums = GramSums(widest)
     chosen = loss_named(loss)
-    watch, samples = stream(model, batches, sums, chosen, fisher, outputs=outputs, generator=generator)
-    if not watch.layers():
-        raise _nothing_covered(watch)
-    layers = {name: _layer_factors(name, sums, samples) for name in watch.layers()}
-    bad = first_not_finite(
-        {(n, what): x for n, f in layers.items() for what, x in (("inputs", f.A), ("gradients", f.G))}
+    tracer, samples = reduce_batches(
+        model, batches, sums, chosen, fisher, outputs=outputs, generator=generator
     )
+    if not tracer.layers():
+        raise _nothing_covered(tracer)
+    layers = {}
+    for name in tracer.layers():
+        A, G = (sums.mean(name, side, samples) for side in "AG")
+        assert A is not None
+        assert G is not None, "a gradient reached this layer"
+        layers[name] = LayerFactors(A, G, sums.rows[name])
+    check_finite_factors({name: {"inputs": f.A, "gradients": f.G} for name, f in layers.items()})
+    return Factors(layers, tracer.uncovered(), chosen.name, fisher, samples)
+
+
+def check_finite_factors(factors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise GeometryError where the inputs or gradients of a layer are not finite."""
+    bad = first_not_finite({(name, what): x for name, parts in factors.items() for what, x in parts.items()})
     if bad is not None:
         raise GeometryError(
-            f"the {bad[1]} of layer {bad[0]} are not finite", remedy="look at the data and the loss"
+            f"the {bad[1]} of layer {bad[0]} are not finite",
+            setting="batches",
+            given=bad[0],
+            remedy="look at the data and the loss",
         )
-    return Factors(layers, watch.uncovered(), chosen.name, fisher, samples)
 
 
-def stream(
+def reduce_batches(
     model: nn.Module,
     batches: Batch | Iterable[Batch],
     reducer: Reducer,
@@ -135,33 +147,43 @@ def stream(
     *,
     outputs: Outputs | None = None,
     generator: torch.Generator | None = None,
-) -> tuple[Watch, int]:
-    """Show every row h and δ of the batches to the reducer; what was seen, and the number of loss terms."""
+) -> tuple[CallTracer, int]:
+    """Pass every row h and δ of the batches to the reducer; the traced calls and the loss terms."""
     check_fisher(fisher)
-    _refuse_mixing(model)
-    watch, samples = Watch(model, reducer), 0
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise GeometryError(
+                f"{name} is a {type(module).__name__} in training mode, which mixes the samples of a batch",
+                setting="model",
+                given=name,
+                remedy="call model.eval() first",
+            )
+    tracer, samples = CallTracer(model, reducer), 0
     with _frozen(model), torch.enable_grad():
-        for inputs, targets in _each(batches):
-            with watch:
+        for inputs, targets in each_batch(batches):
+            with tracer:
                 predicted = (outputs or outputs_of)(model, _detached(inputs))
-            _check_predicted(predicted, watch)
+            if not isinstance(predicted, Tensor):
+                raise GeometryError(
+                    f"the model answered with a {type(predicted).__name__}",
+                    setting="outputs",
+                    given=outputs,
+                    remedy="give outputs=, which makes a tensor of it",
+                )
+            if not tracer.leaves or not predicted.requires_grad:
+                raise _nothing_covered(tracer)
             terms, vectors = loss.output_gradients(predicted.detach(), targets, fisher, generator)
             for vector in vectors:
                 torch.autograd.grad(
-                    predicted, watch.leaves, vector, retain_graph=fisher == "expected", allow_unused=True
+                    predicted, tracer.leaves, vector, retain_graph=fisher == "expected", allow_unused=True
                 )
-            watch.leaves.clear()
+            tracer.leaves.clear()
             samples += terms
     if not samples:
-        raise GeometryError("there are no samples: give at least one batch with at least one loss term")
-    return watch, samples
-
-
-def _layer_factors(layer: str, sums: GramSums, samples: int) -> LayerFactors:
-    A, G = (sums.mean(layer, side, samples) for side in "AG")
-    assert A is not None
-    assert G is not None, "a gradient reached this layer"
-    return LayerFactors(A, G, sums.rows[layer])
+        raise GeometryError(
+            "there are no samples", setting="batches", remedy="give a batch with at least one loss term"
+        )
+    return tracer, samples
 
 
 class GramSums:
@@ -185,9 +207,9 @@ class GramSums:
         if last is None or not again or last[1] != version:
             rows = call.inputs(call.source.detach())
             last = self._last = call, version, self.product(rows), len(rows)
-        _, _, found, count = last
+        _, _, product, count = last
         self.rows[layer] = self.rows.get(layer, 0) + count
-        self._add(layer, "A", found)
+        self._add(layer, "A", product)
 
     def see_gradients(self, layer: str, rows: Tensor) -> None:
         self._last = None  # the forward pass is over
@@ -197,17 +219,16 @@ class GramSums:
         """rowsᵀ rows (d, d)."""
         return gram(rows)
 
-    def _add(self, layer: str, side: str, found: Tensor) -> None:
+    def _add(self, layer: str, side: str, product: Tensor) -> None:
         key = (layer, side)
         if key not in self._sums:
-            self._sums[key] = torch.zeros_like(found, dtype=torch.float64)
-        self._sums[key] += found
+            self._sums[key] = torch.zeros_like(product, dtype=torch.float64)
+        self._sums[key] += product
 
     def mean(self, layer: str, side: str, terms: int) -> Tensor | None:
         """A, a mean over rows, or G, a sum over the loss `terms`; None where nothing was seen."""
-        count = self.rows[layer] if side == "A" else terms
-        found = self._sums.get((layer, side))
-        return None if found is None else found / count
+        total = self._sums.get((layer, side))
+        return None if total is None else total / (self.rows[layer] if side == "A" else terms)
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -217,50 +238,48 @@ def gram(rows: Tensor) -> Tensor:
         d = rows.shape[1]
         if d <= 2 * _BLOCK:
             return rows.mT @ rows
-        found = rows.new_empty(d, d)
+        product = rows.new_empty(d, d)
         for start in range(0, d, _BLOCK):
             stop = min(start + _BLOCK, d)
-            found[start:, start:stop] = rows[:, start:].mT @ rows[:, start:stop]
-            found[start:stop, stop:] = found[stop:, start:stop].mT
-        return found
+            product[start:, start:stop] = rows[:, start:].mT @ rows[:, start:stop]
+            product[start:stop, stop:] = product[stop:, start:stop].mT
+        return product
 
 
 def outputs_of(model: nn.Module, inputs: Any) -> Tensor:
-    """What the model answers, or its logits."""
+    """The model's output, or its `logits`."""
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
     placed = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else (inputs,)
     try:
         answer = model(*placed, **named)
     except TypeError as problem:
-        _check_call(model, placed, named, problem)
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(*placed, **named)
+        except TypeError as reason:  # the inputs are not those of the model's signature
+            given = ", ".join(named) or f"{len(placed)} by position"
+            raise GeometryError(
+                f"{type(model).__name__} does not take the inputs of this batch ({given}): {reason}",
+                setting="batches",
+                given=given,
+                allowed=f"({', '.join(signature.parameters)})",
+            ) from problem
         raise
     if isinstance(answer, Mapping):
         answer = answer.get("logits", answer)
-    found: Tensor = getattr(answer, "logits", answer)
-    return found
+    logits: Tensor = getattr(answer, "logits", answer)
+    return logits
 
 
-def _check_call(
-    model: nn.Module, placed: Sequence[Any], named: Mapping[str, Any], problem: Exception
-) -> None:
-    """Say it in one line where the inputs are not those that the model takes."""
-    takes = inspect.signature(model.forward)
-    try:
-        takes.bind(*placed, **named)
-    except TypeError as reason:
-        given = ", ".join(named) or f"{len(placed)} by position"
-        raise GeometryError(
-            f"{type(model).__name__} does not take the inputs of this batch ({given}): {reason}",
-            remedy=(f"it takes ({', '.join(takes.parameters)}), and every batch must have what it needs"),
-        ) from problem
-
-
-def _each(batches: Any) -> Iterator[Batch]:
-    """One pair (inputs, targets), or as many as there are."""
+def each_batch(batches: Any) -> Iterator[Batch]:
+    """One pair (inputs, targets), or every pair of an iterable."""
     pair = isinstance(batches, tuple | list) and len(batches) == 2
     for batch in [batches] if pair and isinstance(batches[0], Tensor | Mapping) else batches:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise GeometryError(f"a batch of type {type(batch).__name__}: give pairs (inputs, targets)")
+            kind = type(batch).__name__
+            raise GeometryError(
+                f"a batch is a {kind}", setting="batches", given=kind, allowed="pairs (inputs, targets)"
+            )
         yield batch[0], batch[1]
 
 
@@ -273,30 +292,12 @@ def _detached(inputs: Any) -> Any:
     return tuple(map(_detached, inputs)) if isinstance(inputs, tuple | list) else inputs
 
 
-def _check_predicted(predicted: Any, watch: Watch) -> None:
-    if not isinstance(predicted, Tensor):
-        raise GeometryError(
-            f"the model answered with a {type(predicted).__name__}",
-            remedy="give outputs=, which makes a tensor of it",
-        )
-    if not watch.leaves or not predicted.requires_grad:
-        raise _nothing_covered(watch)
-
-
-def _nothing_covered(watch: Watch) -> GeometryError:
-    reasons = "; ".join(f"{name}: {why}" for name, why in watch.uncovered().items())
+def _nothing_covered(tracer: CallTracer) -> GeometryError:
+    reasons = "; ".join(f"{name}: {why}" for name, why in tracer.uncovered().items())
     return GeometryError(
-        f"the outputs depend on no linear layer that K-FAC covers ({reasons or 'there are no parameters'})"
+        f"the outputs depend on no linear layer that K-FAC covers ({reasons or 'there are no parameters'})",
+        setting="model",
     )
-
-
-def _refuse_mixing(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode, which mixes the samples of a batch",
-                remedy="call model.eval() first",
-            )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A model read in one pass: its stream by depth, its LayerNorm kernels, and the spectra of its factors.
+"""One-pass inspection of a model: residual stream by depth, LayerNorm kernels, spectra of K-FAC factors.
 
 Statement. Over the same batches,
 
@@ -11,9 +11,8 @@ With no loss there is no gradient: the factors are then A alone, and the result 
 Symbols and shapes. A (d_in, d_in), G (d_out, d_out); a spectrum keeps at most `POINTS` of its eigenvalues,
 evenly spaced by place, its ends included. Its effective rank is that of the eigenvalues, λ / Σ λ. A factor
 wider than `sketches.WIDEST` is sketched: its spectrum is the leading part, its rank a lower bound. Stream and
-norms are read twice where there are massive rows (`monitors/massive.py`), with them and without.
-Cost: that of `kfac_factors`, 2 n d² in float64 for each layer and norm that is watched, and O(d³) for each
-factor.
+norms are read twice where there are massive rows (`monitors/massive_activations.py`), with and without them.
+Cost: that of `kfac_factors`, 2 n d² in float64 for each layer and norm, and O(d³) for each factor.
 Source: "Dead Directions: Geometric Singular Learning" §5.1 (the tiers of observables), Corollary 58,
 Proposition 63.
 Limits. All of it is static: it describes a checkpoint and claims no rate. Eigenvalues below the resolution
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,12 +32,11 @@ from torch import Tensor, nn
 
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch, Outputs, stream
+from topograd.geometry.factors import Batch, Outputs, check_finite_factors, reduce_batches
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, loss_named
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.geometry.reads import first_not_finite
 from topograd.geometry.sketches import FactorSums, Sketched
 
 POINTS = 64
@@ -76,7 +74,7 @@ class LayerSpectra:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything that one pass says of a model."""
+    """The readings of one pass over the batches."""
 
     parameters: int
     loss: str | None
@@ -92,14 +90,17 @@ class Inspection:
     """Parameters without factors, and why."""
     notes: tuple[str, ...]
     """What could not be read, and why."""
+    factors: Mapping[str, tuple[Factor, Factor | None]] = field(default_factory=dict, repr=False)
+    """A and G of every layer; not in `as_dict`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, words and lists, as JSON holds them."""
-        plain: dict[str, Any] = asdict(self)
+        plain: dict[str, Any] = asdict(replace(self, factors={}))
+        del plain["factors"]
         for name in ("stream", "stream_without_massive"):
-            if (found := getattr(self, name)) is not None:
-                read = {"ratios": list(found.ratios), "trend": found.trend, "verdict": found.verdict}
-                plain[name] |= read
+            if (profile := getattr(self, name)) is not None:
+                derived = {"ratios": list(profile.ratios), "trend": profile.trend, "verdict": profile.verdict}
+                plain[name] |= derived
         for name, norm in self.norms.items():
             plain["norms"][name]["found"] = norm.found
             if norm.without_massive is not None:
@@ -117,55 +118,49 @@ def inspect(
     outputs: Outputs | None = None,
     generator: torch.Generator | None = None,
 ) -> Inspection:
-    """Read a model on batches (inputs, targets), in the mode it is in; with no loss only its activations.
+    """Read a model on batches (inputs, targets), in its present mode; with no loss only its activations.
 
     `layers` are those of the stream, as in `StreamMonitor`; `outputs` and `generator` as in `kfac_factors`.
     """
-    found, _ = inspect_with_factors(
-        model, batches, loss, fisher, layers=layers, outputs=outputs, generator=generator
-    )
-    return found
-
-
-def inspect_with_factors(
-    model: nn.Module,
-    batches: Batch | Iterable[Batch],
-    loss: str | Loss | OwnLoss | None,
-    fisher: Fisher,
-    *,
-    layers: list[nn.Module] | str | None,
-    outputs: Outputs | None,
-    generator: torch.Generator | None,
-) -> tuple[Inspection, dict[str, tuple[Factor, Factor | None]]]:
-    """What `inspect` says, and the factors A and G that it says it of."""
     refuse_quantised(model)
     notes: list[str] = []
-    watching = _stream_monitor(model, layers, notes)
+    stream_monitor: StreamMonitor | None = None
+    try:
+        stream_monitor = StreamMonitor(model, layers)
+    except GeometryError as problem:
+        if layers is not None:
+            raise
+        notes.append(f"there is no residual stream to read: {problem}")
     sums = FactorSums()
     chosen = _NoLoss() if loss is None else loss_named(loss)
-    with ExitStack() as watched:
-        kernels = watched.enter_context(KernelMonitor(model))
-        if watching is not None:
-            watched.enter_context(watching)
+    with ExitStack() as hooks:
+        kernels = hooks.enter_context(KernelMonitor(model))
+        if stream_monitor is not None:
+            hooks.enter_context(stream_monitor)
         way: Fisher = "empirical" if loss is None else fisher
-        watch, terms = stream(model, batches, sums, chosen, way, outputs=outputs, generator=generator)
+        tracer, terms = reduce_batches(
+            model, batches, sums, chosen, way, outputs=outputs, generator=generator
+        )
+    uncovered, names = tracer.uncovered(), tracer.layers()
     if loss is None:
         notes.append("there is no loss, so there are no gradients: the factors are A alone")
-        sent = "no gradient reaches it"  # as none was sent, this is no reason here
-        uncovered = {name: why for name, why in watch.uncovered().items() if why != sent}
+        # no gradient was sent, so that this is no reason here
+        uncovered = {name: why for name, why in uncovered.items() if why != "no gradient reaches it"}
         names = list(sums.rows)
-    else:
-        uncovered, names = watch.uncovered(), watch.layers()
-    factors = {name: _finite_factors(name, sums, terms) for name in names}
+    factors = _factors(names, sums, terms)
     resolution = _resolution(model)
-    norms = _kernel_readings(model, kernels, notes)
-    stream_profile, without = _profiles(watching, notes)
-    found = Inspection(
+    norms = kernels.readings()
+    if not norms:
+        notes.append("no LayerNorm or RMSNorm was called as a module, so there is no kernel to read")
+    notes += [f"{name} was never called as a module" for name in kernels.unused()]
+    notes += [f"{name} is a {kind}, whose kernel is not known" for name, kind in other_norms(model).items()]
+    stream, without = _profiles(stream_monitor, notes)
+    return Inspection(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         loss=None if loss is None else chosen.name,
         fisher=None if loss is None else fisher,
         resolution=resolution,
-        stream=stream_profile,
+        stream=stream,
         stream_without_massive=without,
         norms=norms,
         layers={
@@ -174,55 +169,46 @@ def inspect_with_factors(
         },
         uncovered=uncovered,
         notes=tuple(notes),
+        factors=factors,
     )
-    return found, factors
 
 
 def refuse_quantised(model: nn.Module) -> None:
-    """One line for a model whose weights are integers: it has no gradient in them and no directions."""
-    for name, module in model.named_modules():
-        if "quantized" in type(module).__module__ or hasattr(module, "_packed_params"):
-            raise GeometryError(
-                f"{name} is quantised ({type(module).__name__})", remedy="give the model in floats"
-            )
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise GeometryError(
-                f"parameter {name} holds {kind}: a quantised model", remedy="give it in floats"
-            )
-
-
-def _finite_factors(name: str, sums: FactorSums, terms: int) -> tuple[Factor, Factor | None]:
-    A, G = sums.factor(name, "A", terms), sums.factor(name, "G", terms)
-    assert A is not None, "it was listed because its inputs were seen"
-    parts = {"inputs": A} if G is None else {"inputs": A, "gradients": G}
-    bad = first_not_finite({w: f.values if isinstance(f, Sketched) else f for w, f in parts.items()})
-    if bad is not None:
+    """Raise GeometryError where weights are integers: there is no gradient and no direction in them."""
+    quantised = [
+        (name, type(module).__name__)
+        for name, module in model.named_modules()
+        if "quantized" in type(module).__module__ or hasattr(module, "_packed_params")
+    ]
+    quantised += [
+        (name, str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters()
+        if not p.is_floating_point()
+    ]
+    for name, kind in quantised:
         raise GeometryError(
-            f"the {bad} of layer {name} are not finite", remedy="look at the data and the loss"
+            f"{name} is quantised ({kind})", setting="model", given=name, remedy="give the model in floats"
         )
-    return A, G
 
 
-def _kernel_readings(
-    model: nn.Module, kernels: KernelMonitor, notes: list[str]
-) -> Mapping[str, KernelReading]:
-    norms = kernels.readings()
-    if not norms:
-        notes.append("no LayerNorm or RMSNorm was called as a module, so there is no kernel to read")
-    notes.extend(f"{name} was never called as a module" for name in kernels.unused())
-    notes.extend(
-        f"{name} is a {kind}, whose kernel is not known" for name, kind in other_norms(model).items()
-    )
-    return norms
+def _factors(names: Iterable[str], sums: FactorSums, terms: int) -> dict[str, tuple[Factor, Factor | None]]:
+    factors: dict[str, tuple[Factor, Factor | None]] = {}
+    for name in names:
+        A, G = sums.factor(name, "A", terms), sums.factor(name, "G", terms)
+        assert A is not None, "it was listed because its inputs were seen"
+        factors[name] = A, G
+        parts = {"inputs": A} if G is None else {"inputs": A, "gradients": G}
+        check_finite_factors(
+            {name: {what: x.values if isinstance(x, Sketched) else x for what, x in parts.items()}}
+        )
+    return factors
 
 
 def spectrum(factor: Factor, resolution: float = RESOLUTION) -> Spectrum:
     """The eigenvalues of a symmetric factor, those below `resolution` of the largest as zero.
 
-    >>> found = spectrum(torch.diag(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)))
-    >>> found.rank, found.values
+    >>> eigenvalues = spectrum(torch.diag(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)))
+    >>> eigenvalues.rank, eigenvalues.values
     (2, (3.0, 1.0, 0.0))
     """
     if isinstance(factor, Sketched):
@@ -244,19 +230,6 @@ def spectrum(factor: Factor, resolution: float = RESOLUTION) -> Spectrum:
     )
 
 
-def _stream_monitor(
-    model: nn.Module, layers: list[nn.Module] | str | None, notes: list[str]
-) -> StreamMonitor | None:
-    """The monitor, or None and a note where the model has no list of layers and none was named."""
-    try:
-        return StreamMonitor(model, layers)
-    except GeometryError as problem:
-        if layers is not None:
-            raise
-        notes.append(f"there is no residual stream to read: {problem}")
-        return None
-
-
 def _profiles(
     monitor: StreamMonitor | None, notes: list[str]
 ) -> tuple[StreamProfile | None, StreamProfile | None]:
@@ -264,21 +237,21 @@ def _profiles(
     if monitor is None:
         return None, None
     try:
-        found = monitor.profile()
-        without = monitor.profile(massive=False) if found.massive else None
+        profile = monitor.profile()
+        without = monitor.profile(massive=False) if profile.massive else None
     except GeometryError as problem:
         notes.append(f"there is no residual stream to read: {problem}")
         return None, None
-    if found.samples < ROWS_PER_CHANNEL * found.width:
+    if profile.samples < ROWS_PER_CHANNEL * profile.width:
         notes.append(
-            f"the stream has width {found.width} and only {found.samples} rows were read: its bottom is that "
-            f"of the sample; read at least {ROWS_PER_CHANNEL * found.width}"
+            f"the stream has width {profile.width} and only {profile.samples} rows were read: its bottom is "
+            f"that of the sample; read at least {ROWS_PER_CHANNEL * profile.width}"
         )
-    return found, without
+    return profile, without
 
 
 def _resolution(model: nn.Module) -> float:
-    """What Gram matrices of rows in the coarsest type of the model can tell from zero."""
+    """The smallest relative eigenvalue of a Gram matrix of rows in the model's coarsest type."""
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     summed = [torch.finfo(torch.promote_types(kind, torch.float32)).eps for kind in types]
     rounded = [torch.finfo(kind).eps for kind in types]
@@ -286,7 +259,7 @@ def _resolution(model: nn.Module) -> float:
 
 
 class _NoLoss:
-    """Nothing to send back."""
+    """A loss without gradients."""
 
     name = "none"
 

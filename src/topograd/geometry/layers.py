@@ -1,4 +1,4 @@
-"""Where a model multiplies by its weights: every call z = W h of a parameter W, and what K-FAC needs of it.
+"""Trace of a model's linear maps: every call z = W h of a parameter W, with its inputs and gradients.
 
 Statement. A layer is a parameter W that the model uses as a linear map. One call gives M rows
 
@@ -36,8 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from topograd.errors import GeometryError
-from topograd.geometry.reads import first_not_finite
+from topograd.geometry.host_copy import check_finite
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,10 @@ class Call:
 
 
 class Reducer(Protocol):
-    """What becomes of the rows of a pass."""
+    """Takes the rows of every call."""
 
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
-        """Why this layer is not wanted, or None if it is."""
+        """Why this layer is left out, or None."""
 
     def see_inputs(self, layer: str, call: Call) -> None:
         """The rows h of one call."""
@@ -67,8 +66,8 @@ class Reducer(Protocol):
         """The rows δ (M, d_out) of one call, for one back-propagated vector."""
 
 
-class Watch(TorchFunctionMode):
-    """While this context is open, every call of the model's weights is shown to the reducer.
+class CallTracer(TorchFunctionMode):
+    """While this context is open, every call of the model's weights is passed to the reducer.
 
     No parameter may require a gradient meanwhile. The graph begins at `leaves`, the outputs of the first
     calls: a gradient with respect to those passes through every call behind them, and through nothing else.
@@ -78,7 +77,10 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.leaves: list[Tensor] = []
         self._reducer = reducer
-        self._names = _names_of_parameters(model)
+        check_finite(dict(model.named_parameters()))
+        self._names: dict[int, list[str]] = {}  # every name of every parameter, by identity
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
         self._layers = {key: _layer_name(model, names) for key, names in self._names.items()}
         self._covered: dict[int, str] = {}  # parameter -> the layer that has its factors
         self._reached: set[str] = set()
@@ -94,7 +96,8 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         held = [key for key in _identities((*args, *kwargs.values())) if key in self._names]
-        if not held or not _holds_tensor(result):  # asking for a shape is not a use
+        parts = result if isinstance(result, list | tuple) else [result]
+        if not held or not any(isinstance(part, Tensor) for part in parts):  # a shape is not a use
             return result
         call = recognise(func, args, kwargs)
         if isinstance(call, Call) and id(call.weight) in self._names:
@@ -114,7 +117,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def _follow(self, layer: str, call: Call, output: Tensor) -> Tensor:
-        """Show the inputs now and the gradients when they come; begin the graph here if nothing is before."""
+        """Pass on the inputs now, the gradients when they arrive; begin the graph here if none is before."""
         self._reducer.see_inputs(layer, call)
         if not output.requires_grad:
             self.leaves.append(output.detach().requires_grad_())
@@ -193,7 +196,10 @@ def _convolution(dims: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         padding=given["padding"],
         dilation=_per_dimension(given["dilation"], dims),
     )
-    channels_last = partial(_channels_last, dims=dims)
+
+    def channels_last(gradient: Tensor) -> Tensor:
+        return _rows(gradient.movedim(-dims - 1, -1))
+
     sides = (weight[0].numel(), weight.shape[0])
     return Call(weight, given.get("bias"), given["input"], patches, channels_last, sides)
 
@@ -219,26 +225,9 @@ def _patches(
     return _rows(F.unfold(x, kernel, dilation, 0, stride).mT)
 
 
-def _channels_last(gradient: Tensor, dims: int) -> Tensor:
-    return _rows(gradient.movedim(-dims - 1, -1))
-
-
 def _per_dimension(value: int | Iterable[int], dims: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dims if len(values) == 1 else values
-
-
-def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Every name of every parameter, by identity; all must be finite."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    bad = first_not_finite(dict(model.named_parameters()))
-    if bad is not None:
-        raise GeometryError(
-            f"parameter {bad} has a value that is not finite", remedy="load weights from before it happened"
-        )
-    return names
 
 
 def _layer_name(model: nn.Module, names: list[str]) -> str:
@@ -254,11 +243,6 @@ def _identities(values: Iterable[Any]) -> Iterator[int]:
             yield id(value)
         elif isinstance(value, list | tuple):
             yield from (id(item) for item in value if isinstance(item, Tensor))
-
-
-def _holds_tensor(result: Any) -> bool:
-    several = isinstance(result, list | tuple)
-    return any(isinstance(item, Tensor) for item in result) if several else isinstance(result, Tensor)
 
 
 def _name_of(func: Callable[..., Any]) -> str:

@@ -1,27 +1,27 @@
-"""Outward from a checkpoint: how the outputs of a probe batch change along a direction of the weights.
+"""Line scans from a checkpoint: KL divergence of a probe batch along a direction of the weights.
 
 Statement. K(t) = KL(p_{w*} ‖ p_{w* + tv}) on a few samples at every t of a grid, in float64, whatever the
-type of the model. Nothing is written to the model: values are put in its place for a call.
+type of the model. Nothing is written to the model: its values are replaced for a call.
 
-Two things make it cheap. Layers before the first that moves answer from what they answered at w*. And of the
-outputs' change at the smallest t only a sketch is kept (random signs into `BUCKETS` sums), of which inner
-products are those of the Fisher: ⟨s_i, s_j⟩ ≈ v_iᵀF v_j.
+Two things make it cheap. Layers before the first that moves return their outputs at w*. And of the outputs'
+change at the smallest t only a sketch is stored (random signs into `BUCKETS` sums), of which inner products
+are those of the Fisher: ⟨s_i, s_j⟩ ≈ v_iᵀF v_j.
 
-What K resolves is measured: the second difference of the outputs for a random change of all weights by a
+The resolution of K is measured: the second difference of the outputs for a random change of all weights by a
 millionth of themselves is zero up to rounding; `FLOOR` times its own K is the floor.
 
 Symbols and shapes. Outputs (samples, ..., outputs). Cost: one forward pass of the probe for each t, from the
 first layer that moves on.
 Source: "Dead Directions: Geometric Singular Learning" §12.1 (readings of one checkpoint); the sketch after
 Charikar, Chen and Farach-Colton, "Finding frequent items in data streams".
-Limits. Layers must not remember earlier calls. A model that computes in float32 inside (norms of
-transformers do) resolves that much less, and the floor says so.
+Limits. Layers must not store state between calls. A model that computes in float32 inside (norms of
+transformers do) resolves that much less, and has a higher floor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,14 +30,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
+from topograd.geometry.host_copy import check_finite
 from topograd.geometry.monitors.stream import find_layers
 from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence
-from topograd.geometry.reads import first_not_finite
 
 BUCKETS = 2048
 FLOOR = 30.0
 CHANGE = 1e-6
-"""Of all weights, to see what rounding does."""
+"""Of all weights, to measure rounding."""
 TOKENS = 256
 """Positions of a probe of tokens, at most."""
 SAMPLES = 64
@@ -61,13 +61,16 @@ class Probe:
         self._inputs = as_double(inputs)
         self._likelihood = likelihood
         self.parameters = {name: as_double(p.detach()) for name, p in model.named_parameters()}
-        _refuse_infinite(self.parameters)
-        self._start = {
-            **self.parameters,
-            **{name: as_double(buffer.detach()) for name, buffer in model.named_buffers()},
-        }
-        self._layers = _known_layers(model, layers)
-        self._answers: list[Any] = []
+        check_finite(self.parameters)
+        buffers = {name: as_double(buffer.detach()) for name, buffer in model.named_buffers()}
+        self._start = {**self.parameters, **buffers}
+        self._layers: dict[str, nn.Module] = {}
+        """The main list by path; empty where there is none, or where a layer's output cannot be replayed."""
+        with suppress(GeometryError):
+            paths, listed = dict(model.named_modules()), find_layers(model, layers)
+            if all(paths.get(name) is layer for name, layer in listed.items()):
+                self._layers = listed
+        self._outputs: list[tuple[str, Any]] = []
         with self._recording():
             self.before = self.outputs_with({})
         self.floor = FLOOR * self._rounding()
@@ -93,7 +96,9 @@ class Probe:
                 }
                 after = self.outputs_with({**base, **moved})
                 if not torch.isfinite(after).all():
-                    raise GeometryError(f"the outputs are not finite at t = {t:.2g} along {', '.join(parts)}")
+                    raise GeometryError(
+                        f"the outputs are not finite at t = {t:.2g} along {', '.join(parts)}", setting="model"
+                    )
                 values.append(divergence(self.before, after, self._likelihood))
                 if len(values) == 1:
                     change = self._sketch(after) / t
@@ -108,7 +113,7 @@ class Probe:
         return d.new_zeros(BUCKETS).index_add_(0, places, signs * d)
 
     def _centred(self, d: Tensor) -> Tensor:
-        """A change of the outputs as the Fisher weighs it, (samples, outputs) over √samples."""
+        """A change of the outputs as the Fisher weights it, (samples, outputs) over √samples."""
         d, before = d.flatten(0, -2), self.before.flatten(0, -2)
         if self._likelihood == "cross-entropy":
             p = before.softmax(-1)
@@ -116,7 +121,7 @@ class Probe:
         return d / len(d) ** 0.5
 
     def _rounding(self) -> float:
-        """K of what a second difference leaves that should be zero."""
+        """K of a second difference of the outputs, which is zero in exact arithmetic."""
         generator = torch.Generator().manual_seed(0)
         signs = {
             name: torch.randint(2, p.shape, generator=generator, dtype=torch.int8).to(p) * 2 - 1
@@ -130,44 +135,47 @@ class Probe:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Keep what every layer answers."""
+        """Store the output of every layer."""
 
-        def keep(layer: nn.Module, args: Any, output: Any) -> None:
-            self._answers.append(output)
+        def store(path: str) -> Any:
+            return lambda layer, args, output: self._outputs.append((path, output))
 
-        handles = [layer.register_forward_hook(keep) for layer in self._layers.values()]
+        handles = [layer.register_forward_hook(store(path)) for path, layer in self._layers.items()]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            if len(self._answers) != len(self._layers):  # one ran twice, or not at all
+            if [path for path, _ in self._outputs] != list(self._layers):  # not each once, in this order
                 self._layers = {}
 
     @contextmanager
     def _replaying(self, names: set[str]) -> Iterator[None]:
-        """Layers before the first with one of these parameters answer as they did."""
+        """Layers before the first with one of these parameters return their stored outputs."""
         inside = {name for name in names for path in self._layers if name.startswith(f"{path}.")}
-        still: list[nn.Module] = []
+        replaced: list[tuple[nn.Module, Any]] = []
         if inside == names:
-            for path, layer in self._layers.items():
+            for (path, layer), (_, output) in zip(self._layers.items(), self._outputs, strict=True):
                 if any(name.startswith(f"{path}.") for name in names):
                     break
-                still.append(layer)
-        for layer, answer in zip(still, self._answers, strict=False):
-            layer.forward = _constant(answer)
+                replaced.append((layer, vars(layer).get("forward")))  # one that was patched by others
+                layer.forward = lambda *args, output=output, **kwargs: output
         try:
             yield
         finally:
-            for layer in still:
+            for layer, own in replaced:
                 del layer.forward
+                if own is not None:
+                    layer.forward = own
 
 
 def short_example(inputs: Any, parameters: int) -> Any:
     """The first rows of a batch: of tokens (rows, positions) the first positions of one row or a few."""
     tensors = [value for value in _leaves(inputs) if isinstance(value, Tensor)]
     if not tensors or any(value.dim() == 0 or len(value) == 0 for value in tensors):
-        raise GeometryError("the first batch has no samples", remedy="a reading needs at least one input")
+        raise GeometryError(
+            "the first batch has no samples", setting="batches", remedy="give at least one input"
+        )
     if all(value.dim() == 2 and not value.is_floating_point() for value in tensors):
         tokens = min(TOKENS, max(16, int(LARGE / max(parameters, 1))))
         length = min(tensors[0].shape[1], tokens)
@@ -192,28 +200,3 @@ def _mapped(value: Any, change: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_mapped(part, change) for part in value)
     return change(value) if isinstance(value, Tensor) else value
-
-
-def _known_layers(model: nn.Module, layers: Sequence[nn.Module] | str | None) -> dict[str, nn.Module]:
-    """The main list of layers by path; none where there is none, or one is not in the model."""
-    try:
-        found = find_layers(model, layers)
-    except GeometryError:
-        return {}
-    paths = dict(model.named_modules())
-    return found if all(paths.get(name) is layer for name, layer in found.items()) else {}
-
-
-def _refuse_infinite(parameters: Mapping[str, Tensor]) -> None:
-    bad = first_not_finite(parameters)
-    if bad is not None:
-        raise GeometryError(
-            f"parameter {bad} has a value that is not finite", remedy="load weights from before it happened"
-        )
-
-
-def _constant(answer: Any) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return answer
-
-    return forward

@@ -1,4 +1,4 @@
-"""Losses as K-FAC sees them: the vectors at the outputs whose back-propagated Grams add up to G.
+"""Losses for K-FAC: the vectors at the outputs whose back-propagated Grams add up to G.
 
 Statement. Outputs f (batch, ..., C) are one prediction of C numbers at each of N places: a loss term each.
 With
@@ -12,9 +12,9 @@ the gradient ∂ℓ/∂f is, by the estimator of the Fisher matrix,
     monte-carlo    σ ξ, ξ ~ N(0,I);  p - e_c, c ~ p               one vector, right in expectation
     expected       σ e_c;            √p_c (e_c - p)               c = 1..C: together exactly the expectation
 
-Gradients are of the SUM of the terms, so an early position of a sequence hears of all that its later ones
-get wrong. Labels of different positions are independent given the inputs, so `expected` sends one position
-at a time: vectors of several positions in one pass would add products that the expectation does not have.
+Gradients are of the SUM of the terms, so an early position of a sequence has gradients of all later ones.
+Labels of different positions are independent given the inputs, so `expected` sends one position at a time:
+vectors of several positions in one pass would add products that the expectation does not have.
 
 Symbols and shapes. C outputs of a term, the last dimension; P positions of a sample, all dimensions between
 the first and the last. Cost in backward passes for each batch: 1; `expected` P · C.
@@ -44,7 +44,7 @@ MAX_PASSES = 10_000
 
 
 class Loss(Protocol):
-    """A loss with what its gradients at the outputs are."""
+    """A loss with its gradients at the outputs."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +64,7 @@ class SquaredError:
 
     def __post_init__(self) -> None:
         if not 0 < self.variance < float("inf"):
-            raise GeometryError(f"a noise variance of {self.variance}: give a positive number")
+            raise GeometryError(setting="variance", given=self.variance, allowed="a positive number")
 
     def output_gradients(
         self, outputs: Tensor, targets: Tensor | None, fisher: Fisher, generator: torch.Generator | None
@@ -72,8 +72,10 @@ class SquaredError:
         _check_outputs(outputs, targets, fisher)
         if targets is not None and targets.shape != outputs.shape:
             raise GeometryError(
-                f"targets {tuple(targets.shape)} for outputs {tuple(outputs.shape)}: a squared error "
-                "needs equal shapes"
+                f"targets {tuple(targets.shape)} for outputs {tuple(outputs.shape)}",
+                setting="targets",
+                given=tuple(targets.shape),
+                remedy="a squared error needs equal shapes",
             )
         terms = outputs[..., 0].numel()
         if fisher == "empirical":
@@ -124,7 +126,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Own:
-    """A loss that somebody brought."""
+    """A loss function of the caller's."""
 
     function: OwnLoss
     name = "own"
@@ -134,8 +136,10 @@ class Own:
     ) -> tuple[int, Iterable[Tensor]]:
         if fisher != "empirical":
             raise GeometryError(
-                f"the {fisher} Fisher matrix of a loss of one's own: its labels have no known distribution",
-                remedy="use 'empirical'",
+                f"the labels of a loss of one's own have no known distribution for fisher {fisher!r}",
+                setting="fisher",
+                given=fisher,
+                allowed="'empirical'",
             )
         _check_outputs(outputs, targets, fisher)
         assert targets is not None
@@ -143,8 +147,7 @@ class Own:
         losses = self.function(leaf, targets)
         if losses.dim() == 0:
             raise GeometryError(
-                "the loss is one number",
-                remedy="give the loss of each term (reduction='none'), to be counted",
+                "the loss is one number", setting="loss", allowed="the loss of each term (reduction='none')"
             )
         return losses.numel(), torch.autograd.grad(losses.sum(), leaf)
 
@@ -165,7 +168,7 @@ def loss_named(loss: str | Loss | OwnLoss) -> Loss:
             )
         return known[loss]
     if not callable(loss):
-        raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
+        raise GeometryError(setting="loss", given=loss, allowed="a name or a function")
     return Own(loss)
 
 
@@ -177,6 +180,7 @@ def _drawn(p: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def check_fisher(fisher: str) -> None:
+    """Raise GeometryError for an unknown estimator."""
     if fisher not in get_args(Fisher):
         raise GeometryError(setting="fisher", given=fisher, allowed=f"one of {', '.join(get_args(Fisher))}")
 
@@ -189,43 +193,52 @@ def _each_position(outputs: Tensor, columns: Iterable[Tensor]) -> Iterator[Tenso
         raise GeometryError(
             f"the expected Fisher matrix of {positions} positions with {outputs.shape[-1]} "
             f"outputs takes {passes} backward passes a batch, more than {MAX_PASSES}",
+            setting="fisher",
+            given="expected",
             remedy="use 'monte-carlo'",
         )
-    return _one_at_a_time(outputs, columns, positions)
 
+    def vectors() -> Iterator[Tensor]:  # a generator of its own, so that the check above comes at once
+        for column in columns:
+            column = column.to(outputs.dtype)
+            if positions == 1:
+                yield column
+                continue
+            flat = column.flatten(1, -2)
+            for t in range(positions):
+                alone = torch.zeros_like(flat)
+                alone[:, t] = flat[:, t]
+                yield alone.view_as(outputs)
 
-def _one_at_a_time(outputs: Tensor, columns: Iterable[Tensor], positions: int) -> Iterator[Tensor]:
-    for column in columns:
-        column = column.to(outputs.dtype)
-        if positions == 1:
-            yield column
-            continue
-        flat = column.flatten(1, -2)
-        for t in range(positions):
-            alone = torch.zeros_like(flat)
-            alone[:, t] = flat[:, t]
-            yield alone.view_as(outputs)
+    return vectors()
 
 
 def _check_outputs(outputs: Tensor, targets: Tensor | None, fisher: Fisher) -> None:
     if outputs.dim() < 2:
         raise GeometryError(
-            f"outputs of shape {tuple(outputs.shape)}: the last dimension must be that of one prediction",
+            f"outputs have the shape {tuple(outputs.shape)}; the last dimension must be that of a prediction",
+            setting="outputs",
+            given=tuple(outputs.shape),
             remedy="give outputs=lambda model, x: model(x)[:, None]",
         )
     if fisher == "empirical" and targets is None:
-        raise GeometryError("the empirical Fisher matrix needs targets", remedy="give (inputs, targets)")
+        raise GeometryError(
+            "the empirical Fisher matrix needs targets", setting="targets", remedy="give (inputs, targets)"
+        )
 
 
 def _check_labels(outputs: Tensor, targets: Tensor) -> None:
     classes = outputs.shape[-1]
     if targets.shape != outputs.shape[:-1] or targets.is_floating_point():
         raise GeometryError(
-            f"targets {tuple(targets.shape)} of {targets.dtype} for outputs {tuple(outputs.shape)}: "
-            "cross-entropy needs one class number for each prediction, classes last in the outputs"
+            f"targets {tuple(targets.shape)} of {targets.dtype} for outputs {tuple(outputs.shape)}",
+            setting="targets",
+            given=tuple(targets.shape),
+            remedy="cross-entropy needs one class number for each prediction, classes last in the outputs",
         )
     wrong = (targets != IGNORED) & ((targets < 0) | (targets >= classes))
     if wrong.any():
+        label = int(targets[wrong][0])
         raise GeometryError(
-            f"label {int(targets[wrong][0])} is outside 0..{classes - 1}", remedy=f"{IGNORED} is skipped"
+            f"a label is {label}", setting="targets", given=label, allowed=f"0..{classes - 1}, or {IGNORED}"
         )

@@ -31,11 +31,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs, outputs_of
-from topograd.geometry.quadrature import excess_exp
+from topograd.geometry.host_copy import check_finite, squared_norm
 from topograd.geometry.rates import Rate, fit_rate, log_grid
-from topograd.geometry.reads import first_not_finite, squared_length
 
 Likelihood = Literal["squared-error", "cross-entropy"]
+EXP_TERMS = 19
+"""Of the series of e^a - 1 - a, for |a| < 1."""
 VANISHES = 0.5
 """A directional Fisher with a smaller slope does not vanish."""
 WINDOW = (1e-3, 3e-2)
@@ -55,22 +56,26 @@ class Path:
         for name, part in direction.items():
             if name not in weights:
                 raise GeometryError(
-                    f"the direction names {name!r}", remedy=f"the model has {', '.join(weights)}"
+                    f"the direction names {name!r}",
+                    setting="direction",
+                    given=name,
+                    allowed=f"among the parameters {', '.join(weights)}",
                 )
             if part.shape != weights[name].shape:
                 given, wanted = tuple(part.shape), tuple(weights[name].shape)
                 raise GeometryError(
-                    f"the direction of {name!r} has shape {given}", remedy=f"the parameter has {wanted}"
+                    f"the direction of {name!r} has shape {given}",
+                    setting="direction",
+                    given=given,
+                    allowed=f"{wanted}, as the parameter",
                 )
-        bad = first_not_finite(weights)
-        if bad is not None:
-            raise GeometryError(
-                f"{bad!r} holds a number that is not finite", remedy="nothing can be read of it"
-            )
+        check_finite(weights)
         v = {name: part.detach().to(weights[name].device, torch.float64) for name, part in direction.items()}
-        length = squared_length(v.values()) ** 0.5
+        length = squared_norm(v.values()) ** 0.5
         if length == 0:
-            raise GeometryError("the direction is zero", remedy="give a tensor for at least one parameter")
+            raise GeometryError(
+                "the direction is zero", setting="direction", allowed="different from 0 for some parameter"
+            )
         state = {**weights, **dict(model.named_buffers())}
         start: dict[str, Tensor] = {name: as_double(value.detach()) for name, value in state.items()}
         return cls(start, {name: part / length for name, part in v.items()})
@@ -82,7 +87,7 @@ class Path:
 
 @dataclass(frozen=True)
 class OrderReading:
-    """The order of a dead direction, with what it was read from."""
+    """The order of a dead direction, with the rates that it was read from."""
 
     order: int
     fisher: Rate
@@ -100,17 +105,18 @@ def read_order(
     *,
     outputs: Outputs | None = None,
 ) -> OrderReading:
-    """The KL order k of a path out of the model's weights; refused where Fisher and KL disagree about it.
+    """The KL order k of a path out of the model's weights; GeometryError where Fisher and KL disagree.
 
-    `outputs` says how to get the outputs from model and inputs; by default the model is called, and `logits`
-    taken if it has them.
+    `outputs` is a function of model and inputs; by default the model is called, and `logits` taken if it has
+    them.
     """
     grid = log_grid(*WINDOW) if grid is None else grid
     fisher = [directional_fisher(model, path, t, inputs, likelihood, outputs=outputs) for t in grid.tolist()]
     divergence = divergences(model, path, grid, inputs, likelihood, outputs=outputs)
     if max(divergence) == 0:
         raise GeometryError(
-            "the function does not change along this path: it follows a symmetry, not a singularity"
+            "the function does not change along this path: it follows a symmetry, not a singularity",
+            setting="path",
         )
     f = fit_rate(grid, fisher, estimator="directional Fisher")
     k = fit_rate(grid, divergence, estimator="KL divergence")
@@ -118,10 +124,14 @@ def read_order(
         raise GeometryError(
             f"the Fisher along this path does not vanish (slope {f.slope:.2f}): it does not "
             "approach a singularity",
+            setting="path",
+            given=f.slope,
             remedy="choose a direction that is dead at its start",
         )
     if f.slope is None or k.slope is None or round(f.order) != round(k.slope / 2):
-        raise GeometryError(f"no order can be read along this path: Fisher {f}", remedy=f"KL {k}")
+        raise GeometryError(
+            f"no order can be read along this path: Fisher {f}, KL {k}", setting="grid", given=f.refused
+        )
     smallest = int(grid.argmin())
     ratio = fisher[smallest] * float(grid[smallest]) ** 2 / divergence[smallest]
     return OrderReading(round(f.order), f, k, ratio)
@@ -182,8 +192,17 @@ def divergence(before: Tensor, after: Tensor, likelihood: Likelihood) -> float:
     return (before.exp() * excess_exp(d)).sum(-1).mean().item()
 
 
+def excess_exp(a: Tensor) -> Tensor:
+    """e^a - 1 - a, to relative rounding: a²/2 where a is small."""
+    near = a.clamp(-1, 1)
+    series = torch.zeros_like(a)
+    for j in range(EXP_TERMS, 1, -1):
+        series = (1 + series) * near / j
+    return torch.where(a.abs() < 1, series * near, torch.expm1(a) - a)
+
+
 class Replaced:
-    """A network that is called with other values in the place of some of its parameters; nothing is written.
+    """A network called with other values in the place of some of its parameters; nothing is written.
 
     >>> network = Replaced(nn.Linear(2, 1, bias=False))
     >>> network({"weight": torch.ones(1, 2)}, torch.ones(1, 2)).item()
@@ -194,27 +213,28 @@ class Replaced:
         self._called = _Called(model, outputs or outputs_of)
 
     def answer(self, weights: Mapping[str, Tensor], inputs: Any) -> Any:
-        """Whatever the network says."""
+        """The network's own output, of any type."""
         replaced = {f"model.{name}": value for name, value in weights.items()}
         return functional_call(self._called, replaced, (inputs,))
 
     def __call__(self, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
         if isinstance(inputs, Tensor) and len(inputs) == 0:
-            raise GeometryError("there are no samples", remedy="a reading needs at least one input")
-        found = self.answer(weights, inputs)
-        if not isinstance(found, Tensor) or found.dim() < 2:
+            raise GeometryError("there are no samples", setting="inputs", allowed="at least one")
+        answer = self.answer(weights, inputs)
+        if not isinstance(answer, Tensor) or answer.dim() < 2:
+            kind = type(answer).__name__
             raise GeometryError(
-                f"the model gave {type(found).__name__}",
-                remedy=(
-                    "a path needs outputs (samples, ..., outputs): give outputs=, which makes "
-                    "such a tensor of it"
-                ),
+                f"the model gave a {kind}",
+                setting="outputs",
+                given=kind,
+                allowed="a tensor (samples, ..., outputs)",
+                remedy="give outputs=, which makes one of it",
             )
-        return found
+        return answer
 
 
 class _Called(nn.Module):
-    """The model and how it is read, as one module."""
+    """The model and its output function as one module."""
 
     def __init__(self, model: nn.Module, outputs: Outputs) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ Series = Tensor | Sequence[float]
 
 @dataclass(frozen=True)
 class Rate:
-    """What a fit may say. Where it was refused, `slope` is None and `refused` says why."""
+    """A fitted rate. Where there is none, `slope` is None and `refused` has the reason."""
 
     slope: float | None
     coefficient: float | None
@@ -78,7 +78,9 @@ class Rate:
     def order(self) -> float:
         """k = slope / 2 + 1, if these were values of a directional Fisher."""
         if self.slope is None:
-            raise GeometryError(f"there is no rate to read an order from: {self.refused}")
+            raise GeometryError(
+                f"there is no rate to read an order from: {self.refused}", setting="slope", given=None
+            )
         return self.slope / 2 + 1
 
     def __str__(self) -> str:
@@ -93,7 +95,12 @@ class Rate:
 def log_grid(low: float, high: float, points: int = 7) -> Tensor:
     """`points` values of t from low to high, evenly spaced in log t, float64."""
     if not 0 < low < high < math.inf or points < 2:
-        raise GeometryError(f"{points} points from {low} to {high}: give 0 < low < high and 2 points or more")
+        raise GeometryError(
+            f"{points} points from {low} to {high}",
+            setting="points" if points < 2 else "low",
+            given=points if points < 2 else low,
+            remedy="give 0 < low < high and 2 points or more",
+        )
     return torch.logspace(math.log10(low), math.log10(high), points, dtype=torch.float64)
 
 
@@ -110,7 +117,7 @@ def fit_rate(
 ) -> Rate:
     """The slope of log values on log t, over the asymptotic window or the one that is given.
 
-    Values at or below `floor` are rounding and are left out: the caller knows what its estimator resolves.
+    Values at or below `floor`, the resolution of the estimator, are rounding and are left out.
     `depth` is L, the layers of the dead path; `alignment_error` is a.
 
     >>> grid = log_grid(1e-3, 1e-1)
@@ -128,14 +135,17 @@ def fit_rate(
         low, high = window
         usable &= (t >= low * (1 - 1e-9)) & (t <= high * (1 + 1e-9))
     logs = torch.stack((t[usable].log(), values[usable].log()))
-    held = logs[:, : _asymptotic(logs)] if window is None else logs
-    ends = (float(held[0, 0].exp()), float(held[0, -1].exp())) if held.numel() else (math.nan, math.nan)
-    labels = (ends, held.shape[1], estimator, noise, alignment_error)
-    refused = _refusal(held, logs, alignment_error, depth)
+    fitted = logs
+    if window is None:  # the longest from the smallest t on whose two halves agree
+        lengths = range(logs.shape[1], POINTS - 1, -1)
+        fitted = logs[:, : next((n for n in lengths if _drift(logs[:, :n]) <= DRIFT), 0)]
+    ends = (float(fitted[0, 0].exp()), float(fitted[0, -1].exp())) if fitted.numel() else (math.nan, math.nan)
+    labels = (ends, fitted.shape[1], estimator, noise, alignment_error)
+    refused = _refusal(fitted, logs, alignment_error, depth)
     if refused is not None:
         return Rate(None, None, None, None, None, *labels, refused)
-    slope, intercept, error, r_squared = _line(held)
-    return Rate(slope, math.exp(intercept), error, _interval(held), r_squared, *labels)
+    slope, intercept, error, r_squared = _line(fitted)
+    return Rate(slope, math.exp(intercept), error, _interval(fitted), r_squared, *labels)
 
 
 def local_slope(t: Series, values: Series) -> float:
@@ -164,22 +174,24 @@ def _series(t: Series, values: Series, alignment_error: float) -> tuple[Tensor, 
     """Both series in float64, in the order of t."""
     t, values = (torch.as_tensor(x, dtype=torch.float64).detach().cpu() for x in (t, values))
     if t.dim() != 1 or t.shape != values.shape or len(t) == 0:
-        raise GeometryError(f"{tuple(t.shape)} points and {tuple(values.shape)} values: give as many of each")
+        shape = tuple(values.shape)
+        raise GeometryError(
+            f"there are {tuple(t.shape)} points and {shape} values",
+            setting="values",
+            given=shape,
+            remedy="give as many of each",
+        )
     if not (torch.isfinite(t) & (t > 0)).all() or len(t.unique()) < len(t):
-        raise GeometryError(f"the points t are {t.tolist()}: give different positive numbers")
+        raise GeometryError(setting="t", given=t.tolist(), allowed="different positive numbers")
     if not torch.isfinite(values).all() or (values < 0).any():
         bad = values[~torch.isfinite(values) | (values < 0)][0].item()
-        raise GeometryError(f"{bad} is among the values: a rate is read from finite numbers of at least 0")
+        raise GeometryError(
+            f"{bad} is among the values", setting="values", given=bad, allowed="finite and at least 0"
+        )
     if not alignment_error >= 0:
-        raise GeometryError(f"an alignment error of {alignment_error}: give 0 or more")
+        raise GeometryError(setting="alignment_error", given=alignment_error, allowed="at least 0")
     order = t.argsort()
     return t[order], values[order]
-
-
-def _asymptotic(logs: Tensor) -> int:
-    """The length of the longest window from the smallest t on whose two halves agree; 0 if there is none."""
-    lengths = range(logs.shape[1], POINTS - 1, -1)
-    return next((n for n in lengths if _drift(logs[:, :n]) <= DRIFT), 0)
 
 
 def _drift(logs: Tensor) -> float:
@@ -188,19 +200,19 @@ def _drift(logs: Tensor) -> float:
     return abs(_line(logs[:, :half])[0] - _line(logs[:, -half:])[0])
 
 
-def _refusal(held: Tensor, logs: Tensor, alignment_error: float, depth: int) -> str | None:
-    """Why no rate may be reported from the points held of all that there are, or None."""
+def _refusal(fitted: Tensor, logs: Tensor, alignment_error: float, depth: int) -> str | None:
+    """Why no rate may be reported from the fitted points, some of all `logs`, or None."""
     smallest = float(logs[0, 0].exp()) if logs.numel() else UPPER
     if (leaks := misalignment(alignment_error, smallest, depth)) is not None:
         return leaks
     if logs.shape[1] < POINTS:
         return f"{logs.shape[1]} values are above the floor and below t = {UPPER}; a rate needs {POINTS}"
-    if held.shape[1] == 0 or _drift(held) > DRIFT:
+    if fitted.shape[1] == 0 or _drift(fitted) > DRIFT:
         low, high = _line(logs[:, :POINTS])[0], _line(logs[:, -POINTS:])[0]
         return f"the window is not asymptotic: the slope goes from {low:.2f} to {high:.2f}"
-    if (span := float((held[0, -1] - held[0, 0]).exp())) < SPAN * (1 - 1e-9):
+    if (span := float((fitted[0, -1] - fitted[0, 0]).exp())) < SPAN * (1 - 1e-9):
         return f"t spans a factor of {span:.3g}; a rate needs {SPAN:g} below t = {UPPER}"
-    slope, _, error, _ = _line(held)
+    slope, _, error, _ = _line(fitted)
     return None if error <= SCATTER else f"the points scatter: slope {slope:.2f} ± {error:.2f}"
 
 

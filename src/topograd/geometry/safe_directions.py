@@ -1,7 +1,7 @@
-"""Directions that are dead on one text and live on another: a change there is heard by the new one alone.
+"""Safe adapter directions: dead on one text and live on another, so that a change affects the new one alone.
 
-Statement. A map z = W x reads inputs with second moments A_old and A_new on two texts. A change ΔW = b aᵀ is
-heard only through ⟨a, x⟩, so that with Fisher factors G it costs, to second order,
+Statement. A map z = W x reads inputs with second moments A_old and A_new on two texts. A change ΔW = b aᵀ
+acts only through ⟨a, x⟩, so that with Fisher factors G it costs, to second order,
 
     ½ (aᵀ A_old a) (bᵀ G_old b)     on the old text, and gains a gradient of (aᵀ A_new a) on the new one
 
@@ -16,7 +16,7 @@ Cost. A forward and backward pass over each text; d³ for each input, which maps
 Source: "Dead Directions: Geometric Singular Learning" §2, §5.1; the use for adapters is ours. Related:
 "LoRA-Null" (Tang et al.), "EVA" (Paischer et al.), "CorDA" (Yang et al.).
 Limits. Second moments of few tokens: where a text has fewer rows than d, its dead directions are those of the
-sample. Says nothing of how outputs go on through the network.
+sample. Says nothing of the layers that follow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch, gram, stream
+from topograd.geometry.factors import Batch, gram, reduce_batches
 from topograd.geometry.layers import Call
 from topograd.geometry.losses import Fisher, loss_named
 
@@ -40,7 +40,7 @@ RIDGE = 1e-3
 
 @dataclass(frozen=True)
 class MapReading:
-    """What one text says of a map."""
+    """The readings of a map on one text."""
 
     A: Tensor
     """(d, d), float64; shared by maps that read one tensor."""
@@ -62,9 +62,11 @@ def read_maps(
 ) -> dict[str, MapReading]:
     """The inputs and gradients of the maps of these names, under cross-entropy."""
     if fisher == "expected":
-        raise GeometryError("fisher is 'expected'", remedy="maps are read with 'empirical' or 'monte-carlo'")
+        raise GeometryError(setting="fisher", given=fisher, allowed="'empirical' or 'monte-carlo'")
     sums = _MapSums(set(maps))
-    _, samples = stream(model, batches, sums, loss_named("cross-entropy"), fisher, generator=generator)
+    _, samples = reduce_batches(
+        model, batches, sums, loss_named("cross-entropy"), fisher, generator=generator
+    )
     return sums.readings(samples)
 
 
@@ -80,7 +82,7 @@ class _MapSums:
         self._last: tuple[Tensor, str] | None = None
 
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
-        return None if layer in self._wanted else "not among the maps that were asked for"
+        return None if layer in self._wanted else "not among the given maps"
 
     def see_inputs(self, layer: str, call: Call) -> None:
         if self._last is not None and self._last[0] is call.source:
@@ -89,8 +91,8 @@ class _MapSums:
         self._last = (call.source, layer)
         self._first[layer] = layer
         rows = call.inputs(call.source.detach())
-        found = gram(rows).double()
-        self._A[layer] = self._A[layer] + found if layer in self._A else found
+        product = gram(rows).double()
+        self._A[layer] = self._A[layer] + product if layer in self._A else product
         self._rows[layer] = self._rows.get(layer, 0) + len(rows)
 
     def see_gradients(self, layer: str, rows: Tensor) -> None:
@@ -100,7 +102,10 @@ class _MapSums:
     def readings(self, samples: int) -> dict[str, MapReading]:
         if missing := sorted(self._wanted - self._gradient.keys()):
             raise GeometryError(
-                f"{missing[0]} is no linear map that the outputs depend on", remedy="leave it out"
+                f"{missing[0]} is no linear map that the outputs depend on",
+                setting="maps",
+                given=missing[0],
+                remedy="leave it out",
             )
         moments = {name: A / self._rows[name] for name, A in self._A.items()}
         return {
@@ -118,9 +123,7 @@ def adapter_directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tens
     """
     d = len(old)
     if not 1 <= count <= d:
-        raise GeometryError(
-            setting="count", given=count, remedy=f"a map with {d} inputs has 1 to {d} directions"
-        )
+        raise GeometryError(setting="count", given=count, allowed=f"from 1 to {d}, the inputs of the map")
     if kind == "dead":
         rows = torch.linalg.eigh(old).eigenvectors[:, :count].T
     else:
@@ -130,5 +133,5 @@ def adapter_directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tens
         relative = torch.linalg.solve_triangular(L, half.T, upper=False)
         leading = torch.linalg.eigh((relative + relative.T) / 2).eigenvectors[:, -count:]
         rows = torch.linalg.solve_triangular(L.T, leading, upper=True).T
-    heard = ((rows @ new) * rows).sum(1, keepdim=True).clamp_min(1e-4 * new.trace() / d)
-    return rows * (new.trace() / (3 * d) / heard).sqrt()
+    energy = ((rows @ new) * rows).sum(1, keepdim=True).clamp_min(1e-4 * new.trace() / d)
+    return rows * (new.trace() / (3 * d) / energy).sqrt()

@@ -1,4 +1,4 @@
-"""A training read at several checkpoints: the same probe, the same rank, one axis of steps.
+"""Signals over a series of checkpoints: one probe, one rank, alarms and change points.
 
 Statement. At each checkpoint, on the same batches,
 
@@ -39,16 +39,18 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, outputs_of
+from topograd.geometry.monitors.early_warning import DEVIATIONS, NORMAL, SLACK
 from topograd.geometry.monitors.phase import weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor
-from topograd.geometry.monitors.task_expansion import DEVIATIONS, NORMAL, READINGS, SLACK
 from topograd.geometry.singular.coefficient import Langevin, learning_coefficient
 
 Array = NDArray[np.float64]
 SHARE = 0.75
 """Of the first input's rank: its last directions are those of the sample."""
 PENALTY = 7.0
-LEAST = 3
+READINGS = 8
+"""Before the first alarm."""
+MIN_SIDE = 3
 """Checkpoints on either side of a change point."""
 SAMPLING = Langevin(chains=2, burn_in=40, draws=8, thin=4)
 """A coefficient at every checkpoint costs as many gradients each."""
@@ -62,7 +64,7 @@ class Point:
 
     step: int
     sigma: float | None
-    """None where the input no longer has the rank"""
+    """None where the input no longer has the rank."""
     effective_rank: float
     schur: float
     loss: float
@@ -75,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a signal did at a step."""
+    """An alarm or a change point of a signal."""
 
     signal: str
     step: int
@@ -84,7 +86,7 @@ class Event:
 
 
 class SeriesReader:
-    """Reads models one after the other, on the same batches and at the same rank."""
+    """Reads models in turn, on the same batches and at the same rank."""
 
     def __init__(
         self,
@@ -94,7 +96,9 @@ class SeriesReader:
     ) -> None:
         """Without `sampling` no coefficients are sampled."""
         if not batches:
-            raise GeometryError("there are no batches", remedy="a series needs a probe that stays the same")
+            raise GeometryError(
+                "there are no batches", setting="batches", remedy="a series needs a probe that stays the same"
+            )
         self.batches, self._outputs, self._sampling = list(batches), outputs, sampling
         self.rank: int | None = None
 
@@ -103,15 +107,22 @@ class SeriesReader:
         with torch.no_grad(), StreamMonitor(model) as monitor:
             total, terms = 0.0, 0
             for inputs, targets in self.batches:
-                losses = _losses((self._outputs or outputs_of)(model, inputs), targets)
+                if targets is None:
+                    raise GeometryError(
+                        "a batch has no targets", setting="batches", remedy="the loss of a series needs them"
+                    )
+                logits = (self._outputs or outputs_of)(model, inputs).flatten(0, -2)
+                labels = targets.flatten()
+                counted = labels >= 0
+                losses = nn.functional.cross_entropy(logits[counted], labels[counted], reduction="none")
                 total, terms = total + float(losses.sum()), terms + losses.numel()
         whole = monitor.profile()
         if self.rank is None:
             self.rank = max(1, int(SHARE * whole.rank))
         sigma = monitor.profile(self.rank).sigma[-1] if self.rank <= whole.rank else None
-        found = None
+        sampled = None
         if self._sampling is not None:
-            found = learning_coefficient(
+            sampled = learning_coefficient(
                 model, "cross-entropy", self.batches[:SAMPLED], self._sampling, outputs=self._outputs
             )
         return Point(
@@ -121,10 +132,10 @@ class SeriesReader:
             schur=schur_ratio(monitor.second_moment()),
             loss=total / max(terms, 1),
             norm=weight_norm(model),
-            coefficient=None if found is None else found.value,
-            interval=None if found is None else found.interval,
-            calibrated=found is not None and found.calibrated,
-            reason="not sampled" if found is None else found.reason,
+            coefficient=None if sampled is None else sampled.value,
+            interval=None if sampled is None else sampled.interval,
+            calibrated=sampled is not None and sampled.calibrated,
+            reason="not sampled" if sampled is None else sampled.reason,
         )
 
 
@@ -143,14 +154,14 @@ def schur_ratio(moment: Tensor) -> float:
 
 def alarms(signal: str, steps: Sequence[int], values: Sequence[float]) -> list[Event]:
     """Readings far from those before them, of a signal above 0."""
-    found = []
+    raised = []
     logs = [math.log(value) for value in values]
     for i in range(READINGS, len(logs)):
         median = statistics.median(logs[:i])
         spread = statistics.median(abs(value - median) for value in logs[:i])
         if abs(logs[i] - median) > DEVIATIONS * max(NORMAL * spread, SLACK):
-            found.append(Event(signal, steps[i], math.exp(median), values[i]))
-    return found
+            raised.append(Event(signal, steps[i], math.exp(median), values[i]))
+    return raised
 
 
 def change_points(signal: str, steps: Sequence[int], values: Sequence[float]) -> list[Event]:
@@ -161,22 +172,27 @@ def change_points(signal: str, steps: Sequence[int], values: Sequence[float]) ->
     [6]
     """
     if len(steps) != len(values):
-        raise GeometryError(f"{len(steps)} steps and {len(values)} values: give as many of each")
-    if any(not value > 0 for value in values):
-        raise GeometryError(f"{signal} has values that are not above 0: a change of their logarithm is asked")
+        raise GeometryError(
+            f"there are {len(steps)} steps and {len(values)} values",
+            setting="values",
+            given=len(values),
+            remedy="give as many of each",
+        )
+    if bad := [value for value in values if not value > 0]:
+        raise GeometryError(setting="values", given=bad[0], allowed=f"above 0: {signal} is read by logarithm")
     x, y = np.array(steps, dtype=np.float64), np.log(np.array(values, dtype=np.float64))
     return [Event(signal, steps[i], values[i - 1], values[i]) for i in sorted(_splits(x, y, 0))]
 
 
 def _splits(x: Array, y: Array, start: int) -> list[int]:
     n = len(x)
-    if n < 2 * LEAST:
+    if n < 2 * MIN_SIDE:
         return []
     left, right = _residuals(x, y), _residuals(x[::-1], y[::-1])
-    scores = (left[:-1] + right[:-1][::-1])[LEAST - 1 : n - LEAST]  # the first LEAST, ... against the rest
+    scores = (left[:-1] + right[:-1][::-1])[MIN_SIDE - 1 : n - MIN_SIDE]  # the first MIN_SIDE, ..., the rest
     floor = n * 1e-6  # signals that are a line up to a thousandth do not change
     whole = n * math.log((left[-1] + floor) / n)
-    best = int(scores.argmin()) + LEAST
+    best = int(scores.argmin()) + MIN_SIDE
     split = n * math.log((scores.min() + floor) / n)
     if whole - split <= PENALTY * math.log(n):
         return []
@@ -197,18 +213,13 @@ def _residuals(x: Array, y: Array) -> Array:
 
 def events(points: Sequence[Point]) -> Mapping[str, list[Event]]:
     """Alarms and change points of every signal over the checkpoints."""
-    found: dict[str, list[Event]] = {"alarms": [], "change_points": []}
+    result: dict[str, list[Event]] = {"alarms": [], "change_points": []}
     for signal in ("sigma", "effective_rank", "loss", "norm", "coefficient"):
-        pairs = [(one.step, getattr(one, signal)) for one in points]
-        kept = [(step, value) for step, value in pairs if value is not None and value > 0]
-        steps, values = [step for step, _ in kept], [value for _, value in kept]
-        found["alarms"] += alarms(signal, steps, values)
-        found["change_points"] += change_points(signal, steps, values)
-    return found
-
-
-def _losses(outputs: Tensor, targets: Tensor | None) -> Tensor:
-    if targets is None:
-        raise GeometryError("a batch has no targets", remedy="the loss of a series needs them")
-    flat, labels = outputs.flatten(0, -2), targets.flatten()
-    return nn.functional.cross_entropy(flat[labels >= 0], labels[labels >= 0], reduction="none")
+        # a λ̂ whose chains are not calibrated is no reading
+        read = [one for one in points if signal != "coefficient" or one.calibrated]
+        pairs = [(one.step, getattr(one, signal)) for one in read]
+        positive = [(step, value) for step, value in pairs if value is not None and value > 0]
+        steps, values = [step for step, _ in positive], [value for _, value in positive]
+        result["alarms"] += alarms(signal, steps, values)
+        result["change_points"] += change_points(signal, steps, values)
+    return result

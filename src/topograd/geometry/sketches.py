@@ -1,6 +1,6 @@
-"""Factors that are too wide to form, and the flattest direction of any factor.
+"""Sketches of wide K-FAC factors, and the flattest direction of any factor.
 
-Statement. Of a factor M = (1/n) Σ h hᵀ of side d above `WIDEST` only a sketch is kept,
+Statement. Of a factor M = (1/n) Σ h hᵀ of side d above `WIDEST` only a sketch is stored,
 
     Y = M Ω,  Ω (d, r) orthonormal columns at random,  and the trace,
 
@@ -78,9 +78,9 @@ class Sketch:
 
 
 class FactorSums(GramSums):
-    """A reducer that keeps A and G of every layer: formed in float64 up to `WIDEST`, sketched beyond.
+    """A reducer that sums A and G of every layer: formed in float64 up to `WIDEST`, sketched beyond.
 
-    Rows of a float32 model are multiplied in float64 too: a few massive rows would bury all others else.
+    Rows of a float32 model are multiplied in float64 too: else a few massive rows would round away the rest.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Directions that are flat by symmetry: tangents of a network's symmetry groups, and how to take them out.
+"""Symmetry groups of a network: their tangents, and projection of a direction off them.
 
 Statement. A group G acts on some weights θ and leaves the network's function alone. The tangent of the orbit
-G·θ is flat for every network of that shape: it says nothing of what was learnt. On the straight line along
+G·θ is flat for every network of that shape, whatever was learnt. On the straight line along
 it K ~ t⁴, as the orbit bends away; so a scan that does not take it out first reads every symmetry as a dead
 direction of order 2. The groups here, each with its tangent at θ:
 
@@ -9,6 +9,7 @@ direction of order 2. The groups here, each with its tangent at θ:
     ChannelScale  γ → c γ (and β), W → W c⁻¹          dγ = c γ,  dW = -W c      a norm's gain and its readers
     Shift         W → W + 1 aᵀ                        dW = 1 aᵀ                 the rows of a softmax's head,
                                                                                 or of a map before LayerNorm
+    KernelShift   W → W + a uᵀ, b → b - ⟨u, β⟩ a      dW = a uᵀ, db = -⟨u, β⟩ a a map after LayerNorm
     HeadShift     W → W + Δ, W_k → W_k - Δ            dW = Δ,  dW_k = -Δ        a shared head and its stages'
 
 Mixing covers GL(d_h) of a head's values and outputs, GL(d_h) of its queries and keys (C = Qᵀ), where a
@@ -22,7 +23,9 @@ Projection on a tangent space is orthogonal. For Mixing, with R = dP Pᵀ - p C�
     X (P Pᵀ) + p² (CᵀC) X = R,
 
 in the eigenbases of the two Grams; for HeadShift with K stages Δ = (dW - Σ_k dW_k) / (K + 1). Several groups
-share tensors; their sum is taken out by turns until nothing more comes (alternating projections).
+share tensors; their sum is taken out by turns until nothing more comes (alternating projections). A LayerNorm
+with gain γ and bias β gives y with ⟨u, y⟩ = ⟨u, β⟩ for u = γ⁻¹ / ‖γ⁻¹‖, whatever it reads
+(`monitors/layernorm.py`): hence KernelShift, with a = (dW u - s db) / (1 + s²), s = ⟨u, β⟩.
 
 Symbols and shapes. P (n d, i) in n blocks of d rows, a bias as one more column; C (o, g n d) in columns, or
 in rows for queries; g the heads of a group; W, W_k (classes, d). A direction is a tensor for some parameters,
@@ -45,7 +48,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from topograd.geometry.reads import squared_length
+from topograd.geometry.host_copy import squared_norm
+from topograd.geometry.monitors.layernorm import inverse_gain
 
 Parameters = Mapping[str, Tensor]
 Form = Literal["full", "half", "pairs", "scalar"]
@@ -73,7 +77,7 @@ class Symmetry(ABC):
     @property
     @abstractmethod
     def group(self) -> str:
-        """In words, for a table."""
+        """A name for tables."""
 
     @abstractmethod
     def dimensions(self, parameters: Parameters) -> int:
@@ -100,7 +104,7 @@ class Mixing(Symmetry):
     """Whether the consumer's rows meet the units (queries with keys), and not its columns."""
     bias: str | None = None
     consumer_bias: str | None = None
-    """Of queries: what their rows add."""
+    """Of queries: the bias of their rows."""
     degree: int = 1
     """p of the activation between the two."""
     turned: bool = False
@@ -131,10 +135,15 @@ class Mixing(Symmetry):
 
     def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
         P, C = self._blocks(parameters, parameters)
-        X = self._within(torch.randn(len(P), self.size, self.size, generator=generator).to(P))
+        one = torch.eye(self.size, dtype=P.dtype, device=P.device)
+        X = torch.randn(len(P), self.size, self.size, generator=generator).to(P)
+        if self.form == "scalar":
+            X = X[:, :1, :1] * one
+        elif self.form != "full":
+            first, second = self._partners(X.device)
+            X = self._numbers(X[:, first, first], X[:, second, first])
         sizes = SIZE * (1 + torch.rand(len(P), generator=generator).to(P) / 2)  # no two blocks alike
         X = X * (sizes / torch.linalg.matrix_norm(X, 2).clamp_min(1e-30))[:, None, None]
-        one = torch.eye(self.size, dtype=P.dtype, device=P.device)
         for _ in range(self.degree):
             C = torch.linalg.solve(one + X, C, left=False)
         return self._tensors(parameters, (one + X) @ P, C)
@@ -171,14 +180,6 @@ class Mixing(Symmetry):
         X[:, first, second], X[:, second, first] = -b, b
         return X
 
-    def _within(self, X: Tensor) -> Tensor:
-        if self.form == "full":
-            return X
-        if self.form == "scalar":
-            return X[:, :1, :1] * torch.eye(self.size, dtype=X.dtype, device=X.device)
-        first, second = self._partners(X.device)
-        return self._numbers(X[:, first, first], X[:, second, first])
-
     def _partners(self, device: torch.device) -> tuple[Tensor, Tensor]:
         half = torch.arange(self.size // 2, device=device)
         return (half, half + self.size // 2) if self.form == "half" else (2 * half, 2 * half + 1)
@@ -187,16 +188,17 @@ class Mixing(Symmetry):
         """P (n, d, i) and C (n, o g, d) of the source, zero where it has none."""
 
         def find(name: str) -> Tensor:
-            found = source.get(name, torch.zeros_like(like[name]))
-            return found.mT if self.turned and found.dim() == 2 else found
+            tensor = source.get(name, torch.zeros_like(like[name]))
+            return tensor.mT if self.turned and tensor.dim() == 2 else tensor
 
         P, C = find(self.producer), find(self.consumer)
         P = P if self.bias is None else torch.cat((P, find(self.bias)[:, None]), dim=1)
         if self.consumer_bias is not None:
             C = torch.cat((C, find(self.consumer_bias)[:, None]), dim=1)
         C = C.mT if self.by_rows else C
-        n = P.shape[0] // self.size
-        return P.reshape(n, self.size, -1), _columns(C, n, self.size)
+        n, d = P.shape[0] // self.size, self.size
+        C = C.reshape(C.shape[0], n, -1, d).permute(1, 0, 2, 3)  # blocks outside, heads of a group inside
+        return P.reshape(n, d, -1), C.reshape(n, -1, d)
 
     def _tensors(self, like: Parameters, P: Tensor, C: Tensor) -> dict[str, Tensor]:
         """The blocks as tensors of the parameters' shapes."""
@@ -207,13 +209,13 @@ class Mixing(Symmetry):
         rows += self.consumer_bias is not None
         C = C.reshape(n, rows, -1, d).permute(1, 0, 2, 3).reshape(rows, -1)
         C = C.mT if self.by_rows else C
-        found = {}
+        tensors = {}
         for whole, name, bias in ((P, self.producer, self.bias), (C, self.consumer, self.consumer_bias)):
             matrix = whole[:, : like[name].shape[inputs]]
-            found[name] = matrix.mT if self.turned else matrix
+            tensors[name] = matrix.mT if self.turned else matrix
             if bias is not None:
-                found[bias] = whole[:, -1]
-        return found
+                tensors[bias] = whole[:, -1]
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -252,8 +254,8 @@ class ChannelScale(Symmetry):
             if name in direction:
                 top = top + sign * (weight * self._by_channel(direction[name])).sum(0)
         c = top / bottom.clamp_min(1e-300)
-        found = {name: c * parameters[name] for name in self._in_front()}
-        return found | {name: -self._beside(c) * parameters[name] for name in self.readers}
+        before = {name: c * parameters[name] for name in self._in_front()}
+        return before | {name: -self._beside(c) * parameters[name] for name in self.readers}
 
     def _by_channel(self, tensor: Tensor) -> Tensor:
         """(rows, channels)."""
@@ -274,6 +276,10 @@ class Shift(Symmetry):
 
     weight: str
     softmax: bool = True
+    dim: int = 0
+    """The dimension of the outputs: 1 for GPT-2's Conv1D."""
+    stream: bool = False
+    """Whether the map writes into a stream that LayerNorms read, and not the network's outputs."""
 
     @property
     def up_to_softmax(self) -> bool:
@@ -288,17 +294,75 @@ class Shift(Symmetry):
         return "the same shift of every output"
 
     def dimensions(self, parameters: Parameters) -> int:
-        return parameters[self.weight][0].numel()
+        return parameters[self.weight].select(self.dim, 0).numel()
 
     def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
         weight = parameters[self.weight]
-        row = torch.randn(weight[0].shape, generator=generator).to(weight)
-        return {self.weight: weight + weight.square().mean().sqrt() * row}
+        row = torch.randn(weight.select(self.dim, 0).shape, generator=generator).to(weight)
+        return {self.weight: weight + weight.square().mean().sqrt() * row.unsqueeze(self.dim)}
 
     def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
-        given = direction.get(self.weight)
-        like = parameters[self.weight]
-        return {self.weight: torch.zeros_like(like) if given is None else given.mean(0).expand_as(like)}
+        part = direction.get(self.weight, torch.zeros_like(parameters[self.weight]))
+        return {self.weight: part.mean(self.dim, keepdim=True).expand_as(part)}
+
+
+@dataclass(frozen=True)
+class KernelShift(Symmetry):
+    """Any multiple of a LayerNorm's kernel in the rows of a map that reads it, undone in the map's bias."""
+
+    weight: str
+    bias: str | None
+    gain: str | None
+    """Of the norm; None: all ones."""
+    norm_bias: str | None
+    turned: bool = False
+    """Whether the matrix is (inputs, outputs), as GPT-2's Conv1D."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def group(self) -> str:
+        return "multiples of the LayerNorm's kernel"
+
+    def dimensions(self, parameters: Parameters) -> int:
+        rows, kernel, _ = self._kernel(parameters)
+        return rows.shape[0] * kernel.shape[1]
+
+    def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
+        rows, kernel, shift = self._kernel(parameters)
+        a = torch.randn(len(rows), kernel.shape[1], generator=generator).to(rows)
+        moves = self._moves(rows.square().mean().sqrt() * a, kernel, shift)
+        return {name: parameters[name] + move for name, move in moves.items()}
+
+    def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
+        rows, kernel, shift = self._kernel(parameters)
+        dW = direction.get(self.weight)
+        a = (
+            torch.zeros_like(rows[:, :1] @ kernel[:1])
+            if dW is None
+            else (dW.mT if self.turned else dW) @ kernel
+        )
+        if self.bias is not None:
+            if self.bias in direction:
+                a = a - torch.outer(direction[self.bias], shift)
+            a = torch.linalg.solve(torch.eye(len(shift)).to(a) + torch.outer(shift, shift), a, left=False)
+        return self._moves(a, kernel, shift)
+
+    def _kernel(self, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """W (outputs, inputs), u (inputs, m) and ⟨u, β⟩ (m,)."""
+        weight = parameters[self.weight]
+        rows = weight.mT if self.turned else weight
+        gain = torch.ones_like(rows[0]) if self.gain is None else parameters[self.gain]
+        kernel = inverse_gain(gain).to(rows).reshape(len(gain), -1)
+        beta = torch.zeros_like(gain) if self.norm_bias is None else parameters[self.norm_bias]
+        return rows, kernel, kernel.mT @ beta
+
+    def _moves(self, a: Tensor, kernel: Tensor, shift: Tensor) -> dict[str, Tensor]:
+        dW = a @ kernel.mT
+        moves = {self.weight: dW.mT if self.turned else dW}
+        return moves if self.bias is None else moves | {self.bias: -a @ shift}
 
 
 @dataclass(frozen=True)
@@ -337,7 +401,7 @@ class HeadShift(Symmetry):
 
 def length(direction: Parameters) -> float:
     """The Euclidean length over all its tensors."""
-    return float(squared_length(direction.values()) ** 0.5)
+    return squared_norm(direction.values()) ** 0.5
 
 
 def without_symmetries(
@@ -346,7 +410,12 @@ def without_symmetries(
     """The direction without its part along any orbit, and the share of its square that this part has."""
     left = {name: part.clone() for name, part in direction.items()}
     whole = length(direction)
-    near = _near(symmetries, set(direction))
+    near: list[Symmetry] = []  # those that share a tensor with the direction, directly or through others
+    names, rest = set(direction), list(symmetries)
+    while touched := [one for one in rest if names & set(one.names)]:
+        near += touched
+        names = names.union(*(one.names for one in touched))
+        rest = [one for one in rest if one not in touched]
     for _ in range(SWEEPS if whole else 0):
         before = length(left)
         for symmetry in near:
@@ -356,22 +425,6 @@ def without_symmetries(
         if len(near) < 2 or before - length(left) <= LEFT * whole:
             break
     return left, 1 - (length(left) / whole) ** 2 if whole else 0.0
-
-
-def _near(symmetries: Sequence[Symmetry], names: set[str]) -> list[Symmetry]:
-    """Those that share a tensor with the names, directly or by way of one another."""
-    near: list[Symmetry] = []
-    rest = list(symmetries)
-    while found := [one for one in rest if names & set(one.names)]:
-        near += found
-        names = names.union(*(one.names for one in found))
-        rest = [one for one in rest if one not in found]
-    return near
-
-
-def _columns(C: Tensor, n: int, d: int) -> Tensor:
-    """(o, n g d), blocks outside, the g heads of a group inside, as (n, o g, d)."""
-    return C.reshape(C.shape[0], n, -1, d).permute(1, 0, 2, 3).reshape(n, -1, d)
 
 
 def _sylvester(S: Tensor, T: Tensor, R: Tensor) -> Tensor:

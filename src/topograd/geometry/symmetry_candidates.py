@@ -1,8 +1,8 @@
-"""Where in a network a symmetry may sit: the pairs of maps that `symmetry_search.py` then tests.
+"""Candidate symmetries of a network: the pairs of maps that `symmetry_search.py` tests.
 
     map       a module with a matrix: nn.Linear, GPT-2's Conv1D, or a matrix that a module owns itself
     family    the maps below one module, if they are few; else its own children. Modules of one class whose
-              maps have the same shapes are one family each, listed together.
+              maps have the same shapes are listed together.
     pair      two maps of a family of which the first's outputs may be the second's inputs, or that read the
               same inputs (`by_rows`: queries and keys). Likely are neighbours of one module, and values with
               outputs, queries with keys, by their usual names.
@@ -36,9 +36,9 @@ ROLES = {
     "value": ("value", "v_proj", "v", "wv", "v_lin", "to_v"),
     "output": ("output", "o_proj", "out_proj", "o", "wo", "out_lin", "to_out", "c_proj", "dense"),
 }
-"""What the maps of attention are called."""
+"""Names of attention's maps."""
 FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj_weight")
-"""What queries, keys and values in one matrix are called."""
+"""Names of queries, keys and values in one matrix."""
 Maps = Mapping[str, "Map"]
 Pair = tuple[str, str, bool]
 """Producer and consumer by their paths, and whether their rows meet."""
@@ -130,7 +130,7 @@ def like(pair: Mixing, one: Map, other: Map) -> Mixing:
 
 
 class Calls:
-    """What one run shows: which maps are called on which tensors, in which order, and who made these."""
+    """The calls of one run: maps, their input tensors, their order, and the modules that made the inputs."""
 
     def __init__(self, maps: Maps) -> None:
         self.order: list[str] = []
@@ -158,7 +158,7 @@ class Calls:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """While this is open, calls of the model are seen."""
+        """While this is open, calls of the model are recorded."""
         handles = [
             module.register_forward_hook(self._hook(path, module))
             for path, module in model.named_modules()
@@ -175,28 +175,25 @@ class Calls:
         silent = next(module.parameters(), None) is None
 
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            given = inputs[0] if inputs else None
-            if not isinstance(given, Tensor) or not isinstance(output, Tensor):
+            x = inputs[0] if inputs else None
+            if not isinstance(x, Tensor) or not isinstance(output, Tensor):
                 return
-            self._alive += [given, output]
-            source = self._sources.get(_storage(given))
+            self._alive += [x, output]
+            read, made = x.untyped_storage().data_ptr(), output.untyped_storage().data_ptr()
+            source = self._sources.get(read)
             if path in self._maps:
                 self.order.append(path)
                 now = len(self.order)
-                since = self._since.setdefault((given.data_ptr(), given._version), now)
+                since = self._since.setdefault((x.data_ptr(), x._version), now)
                 self._places.setdefault(self._maps[path].weight, []).append((now, since))
                 if source is not None:
                     self.readers.setdefault(source, []).append(path)
             if not silent:
-                self._sources[_storage(output)] = path
+                self._sources[made] = path
             elif source is not None:
-                self._sources[_storage(output)] = source
+                self._sources[made] = source
 
         return hook
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def fused_maps(model: nn.Module) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which continuous symmetries does this network have? Candidates by structure, each tested with numbers.
+"""Search for a network's continuous symmetries: candidates by structure, each tested with numbers.
 
 Statement. A candidate (`symmetries.py`) holds if, for a random group element g, on one example and at weights
 θ that are the model's with some noise (weights that are zero or diagonal have more symmetries than their
@@ -16,21 +16,24 @@ with log-probabilities in the place of f for shifts of a head. Tried are
     rotation are tried, then one factor for each block. Activations are not looked up: degree 1 is tried
     (ReLU, linear, the ungated half of SwiGLU), then degree 2 (ReLU²). Two maps that share a group are not
     tried for another: its factors as a whole hold.
-    a norm's gain with the maps that read its output, seen in one run
-    the rows of a map that has as many outputs as the network, with the heads that its stages have
+    a norm's gain with the maps that read its output, and the kernel of a LayerNorm in each of them, seen in
+    one run
+    the rows of a map that has as many outputs as the network, with the heads that its stages have, or as many
+    as a LayerNorm reads: a stream that LayerNorms alone read does not show a shift of all its channels
 
 Of modules of one class and shape the first is tried; the others are then confirmed all together, and by
-halves where that fails. Names matter to little: degree 2 and one factor for each block are tried of likely
-pairs alone, and only these are said not to hold.
-Cost: some tens of runs of one short example. The model is not changed: values are put in its place for a
-call (`torch.func.functional_call`).
-Source: the search is ours; `optim/discovery.py` makes an optimizer's gauges of what it finds.
+halves where that fails. Names matter little: degree 2 and one factor for each block are tried of likely
+pairs alone, and only these are reported where they do not hold.
+Cost: some tens of runs of one short example. The model is not changed: values are replaced for a call
+(`torch.func.functional_call`).
+Source: the search is ours; `optim/discovery.py` makes an optimizer's gauges of its result.
 Limits. One example and one g: evidence, not a proof. Several maps in one matrix and convolutions are named in
 `notes` and not tried.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -39,7 +42,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from topograd.geometry.symmetries import ChannelScale, Form, HeadShift, Mixing, Parameters, Shift, Symmetry
+from topograd.geometry.symmetries import (
+    ChannelScale,
+    Form,
+    HeadShift,
+    KernelShift,
+    Mixing,
+    Parameters,
+    Shift,
+    Symmetry,
+)
 from topograd.geometry.symmetry_candidates import (
     Calls,
     Map,
@@ -67,12 +79,12 @@ FACTOR = 1.5
 
 @dataclass(frozen=True)
 class FoundSymmetries:
-    """What holds, and what was not tried."""
+    """The symmetries that hold, and notes on what was not tried."""
 
     symmetries: tuple[Symmetry, ...]
     notes: tuple[str, ...]
     unconfirmed: tuple[Symmetry, ...] = ()
-    """Likely by structure, but broken, or moved without being noticed, in the first module of their kind."""
+    """Likely by structure, but broken, or without effect, in the first module of their kind."""
 
 
 def find_symmetries(model: nn.Module, run: Run, *, softmax: bool = True) -> FoundSymmetries:
@@ -84,14 +96,21 @@ def find_symmetries(model: nn.Module, run: Run, *, softmax: bool = True) -> Foun
     if search.tolerance > 0.1:
         kind = str(search.before[0].dtype).removeprefix("torch.")
         return FoundSymmetries((), (f"symmetries cannot be told from rounding in {kind}: use float32",))
-    found: list[Symmetry] = []
+    held: list[Symmetry] = []
     for family in families(search.maps, model):
-        found += search.mixings(*family)
-    found += search.links()
-    found += search.confirmed(list(search.scales()))
-    found += search.shifts(softmax)
-    missed = [one for one in dict.fromkeys(search.missed) if one not in found]
-    return FoundSymmetries(tuple(dict.fromkeys(found)), tuple(_notes(model)), tuple(missed))
+        held += search.mixings(*family)
+    held += search.links()
+    held += search.confirmed(list(search.scales()))
+    held += search.shifts(softmax)
+    held += search.stream_shifts()
+    held += search.confirmed(list(search.kernel_shifts()))
+    missed = [one for one in dict.fromkeys(search.missed) if one not in held]
+    notes = []
+    if where := next(fused_maps(model), None):
+        notes.append(f"symmetries of {where} were not looked for: it is several maps in one matrix")
+    if any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules()):
+        notes.append("symmetries of convolutions were not looked for")
+    return FoundSymmetries(tuple(dict.fromkeys(held)), tuple(notes), tuple(missed))
 
 
 class Response:
@@ -112,13 +131,13 @@ class Response:
         for before, after in zip(self.before, self.outputs(moved), strict=True):
             if softmax:
                 before, after = before.log_softmax(-1), after.log_softmax(-1)
-            found = ((after - before).norm() / before.norm().clamp_min(1e-30)).item()
-            worst = max(worst, found if found == found else float("inf"))
+            change = ((after - before).norm() / before.norm().clamp_min(1e-30)).item()
+            worst = max(worst, change if change == change else float("inf"))
         return worst
 
 
 class _Search(Response):
-    """The network on one example, and which candidates it does not notice."""
+    """The network on one example, and the candidates that leave its outputs alone."""
 
     def __init__(self, model: nn.Module, run: Run) -> None:
         self.model = model
@@ -135,7 +154,7 @@ class _Search(Response):
         self._width = self.before[0].shape[-1] if self.before[0].dim() else 0
 
     def holds(self, *symmetries: Symmetry) -> bool:
-        """Whether the network does not notice these, and notices the first tensor of the first alone."""
+        """Whether these leave the outputs alone, and the first tensor of the first alone changes them."""
         generator = torch.Generator().manual_seed(0)
         moved: dict[str, Tensor] = {}
         for one in symmetries:
@@ -167,28 +186,28 @@ class _Search(Response):
             if start is None or self._known(start) or self._idle(start):
                 continue
             listed = (one, other, by_rows) in likely
-            if found := self._mixing(start, listed):
-                held[one, other] = found
+            if mixing := self._mixing(start, listed):
+                held[one, other] = mixing
             elif listed:
                 missed[one, other] = start
         alike = []
         for maps in others:
-            alike += [like(found, maps[one], maps[other]) for (one, other), found in held.items()]
-            self.missed += [like(found, maps[one], maps[other]) for (one, other), found in missed.items()]
+            alike += [like(mixing, maps[one], maps[other]) for (one, other), mixing in held.items()]
+            self.missed += [like(mixing, maps[one], maps[other]) for (one, other), mixing in missed.items()]
             self._tried |= {(a.weight, b.weight, False) for a, b in permutations(maps.values(), 2)}
         return [*held.values(), *self.confirmed(alike)]
 
     def links(self) -> list[Mixing]:
-        """The pairs of which one was seen to read the other, in whatever modules they are."""
-        found = []
+        """The pairs of which one read the other in the run, in whatever modules they are."""
+        mixings = []
         for source, reader in self.calls.links():
             pair = candidate(self.maps[source], self.maps[reader], by_rows=False)
             if pair is not None and not self._known(pair) and (held := self._mixing(pair, listed=True)):
-                found.append(held)
-        return found
+                mixings.append(held)
+        return mixings
 
     def _mixing(self, pair: Mixing, listed: bool) -> Mixing | None:
-        """What two maps share, with the largest block for which it holds; it is noted if it was likely."""
+        """The group that two maps share, with the largest block for which it holds."""
         self._tried.add((pair.producer, pair.consumer, pair.by_rows))
         squared = replace(pair, degree=2)
         held = None
@@ -257,12 +276,12 @@ class _Search(Response):
             if gain is None or gain.dim() != 1 or own.keys() - {"weight", "bias"}:
                 continue
             maps = [self.maps[reader] for reader in readers]
-            found = dict.fromkeys(one.weight for one in maps)
-            found |= dict.fromkeys(stages if shared is not None and shared.weight in found else ())
+            weights = dict.fromkeys(one.weight for one in maps)
+            weights |= dict.fromkeys(stages if shared is not None and shared.weight in weights else ())
             fit = all(one.inputs == len(gain) and one.turned == maps[0].turned for one in maps)
             if fit and (bias is None or bias.shape == gain.shape):
                 label = None if bias is None else self.names[id(bias)]
-                yield ChannelScale(self.names[id(gain)], tuple(found), label, int(not maps[0].turned))
+                yield ChannelScale(self.names[id(gain)], tuple(weights), label, int(not maps[0].turned))
 
     def shifts(self, softmax: bool) -> Iterator[Symmetry]:
         """Of maps with as many outputs as the network, and of the head with what stages have beside it."""
@@ -277,6 +296,33 @@ class _Search(Response):
                 self.missed += [tried[-1]] if held is None and one == head else []
                 yield from [] if held is None else [held]
 
+    def stream_shifts(self) -> Iterator[Symmetry]:
+        """Of maps that write into a stream which LayerNorms read; one of each kind first, then all of it."""
+        norms = [module for module in self.model.modules() if isinstance(module, nn.LayerNorm)]
+        widths = {norm.normalized_shape[0] for norm in norms if len(norm.normalized_shape) == 1}
+        kinds: dict[tuple[str, bool], list[Shift]] = {}
+        for path, one in self.maps.items():
+            if one.outputs in widths and one.outputs != self._width:
+                like = re.sub(r"\d+", "", path)
+                dim = int(one.turned)
+                kinds.setdefault((like, False), []).append(Shift(one.weight, False, dim, stream=True))
+                if one.bias is not None:
+                    kinds.setdefault((like, True), []).append(Shift(one.bias, False, stream=True))
+        for first, *others in kinds.values():
+            if self.holds(first):
+                yield from (first, *self.confirmed(others))
+
+    def kernel_shifts(self) -> Iterator[KernelShift]:
+        """Of every map that was seen to read a LayerNorm's output."""
+        for path, readers in self.calls.readers.items():
+            norm = self.model.get_submodule(path)
+            if not isinstance(norm, nn.LayerNorm) or len(norm.normalized_shape) != 1:
+                continue
+            gain, beta = (None if p is None else self.names[id(p)] for p in (norm.weight, norm.bias))
+            for one in dict.fromkeys(self.maps[reader] for reader in readers):
+                if one.inputs == norm.normalized_shape[0] and (beta is None or one.bias is not None):
+                    yield KernelShift(one.weight, one.bias, gain, beta, one.turned)
+
     def _head(self) -> tuple[Map | None, tuple[str, ...]]:
         """The last map that was called with as many outputs as the network, and its stages' own matrices."""
         heads = [path for path in self.calls.order if self.maps[path].outputs == self._width > 1]
@@ -290,13 +336,13 @@ class _Search(Response):
 def jittered(model: nn.Module) -> dict[str, Tensor]:
     """The parameters in float64, with noise of a part of their own size."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    values = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach().double()
         size = NOISE * (float(value.square().mean().sqrt()) or 1.0)
         noise = torch.randn(value.shape, generator=generator).to(value)
-        found[name] = value.add(noise, alpha=size)
-    return found
+        values[name] = value.add(noise, alpha=size)
+    return values
 
 
 def floating_tensors(output: Any) -> list[Tensor]:
@@ -312,24 +358,16 @@ def floating_tensors(output: Any) -> list[Tensor]:
     return []
 
 
-def _notes(model: nn.Module) -> Iterator[str]:
-    """What is there and was not tried."""
-    if where := next(fused_maps(model), None):
-        yield f"symmetries of {where} were not looked for: it is several maps in one matrix"
-    if any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules()):
-        yield "symmetries of convolutions were not looked for"
-
-
 def _primes(n: int) -> list[int]:
     """The prime factors of n, each as often as it divides.
 
     >>> _primes(12)
     [2, 2, 3]
     """
-    found, divisor = [], 2
+    factors, divisor = [], 2
     while n > 1:
         while n % divisor == 0:
-            found.append(divisor)
+            factors.append(divisor)
             n //= divisor
         divisor += 1
-    return found
+    return factors

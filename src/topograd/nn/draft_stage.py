@@ -106,8 +106,11 @@ class DraftStage(nn.Module):
         self.layer = parts.draft_layer()
         self.norm = parts.draft_norm(FIRST_GAIN)
         self.to(like.device, like.dtype)
+        bias = None if parts.head.bias is None else parts.head.bias.detach()[self.vocabulary]
+        rows = parts.head.matrix(base.last_stage, self.vocabulary).detach()
+        head = Head(rows, bias, softcap=parts.head.softcap)
         # in a tuple: the base's parameters are not this module's
-        self._base = (base, _one_layer(parts, base.last_stage, self))
+        self._base = (base, parts.with_one_layer(self.layer, self.norm, head))
 
     @property
     def stack(self) -> Stack:

@@ -1,4 +1,4 @@
-"""Optimizers that respect a network's symmetries, the symmetries themselves, and what shows it."""
+"""Optimizers that are equivariant under a network's gauges: DDCAdam, DDCMomentum, DDCMuon."""
 
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam

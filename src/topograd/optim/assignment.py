@@ -1,7 +1,7 @@
-"""Which gauge covers which parameter, and whether that can be kept.
+"""Assignment of parameters to gauges, and its checks.
 
-A parameter belongs to at most one gauge: the step of one gauge would undo what the other keeps. Gauges that
-share a tensor are refused by name, with the joint gauge to use instead where there is one.
+A parameter belongs to at most one gauge: the step of one gauge would undo that of the other. Gauges that
+share a tensor raise OptimError, with the joint gauge to use instead where there is one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRECISE = (torch.float32, torch.float64)
 
 
 def check_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse parameters that are given twice, complex, or not floating."""
+    """Raise OptimError for parameters that are given twice, complex, or not floating."""
     seen: dict[int, str] = {}
     taken: set[str] = set()
     for group in groups:
@@ -34,18 +34,25 @@ def check_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
             label = repr(name) if name else f"a parameter of shape {tuple(tensor.shape)}"
             if id(tensor) in seen or name in taken:
                 raise OptimError(
-                    f"{label} is given twice (first as {seen.get(id(tensor), label)})", remedy="give it once"
+                    f"{label} is given twice (first as {seen.get(id(tensor), label)})",
+                    setting="params",
+                    given=name,
+                    remedy="give it once",
                 )
             if not tensor.is_floating_point():
-                raise OptimError(f"{label} is {tensor.dtype}", remedy="give real floating parameters")
+                raise OptimError(
+                    f"{label} is {tensor.dtype}", setting="params", given=name, allowed="real and floating"
+                )
             seen[id(tensor)] = label
             taken |= {name} - {""}
 
 
 def check_gauges(gauges: Sequence[Gauge], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse gauges that overlap, or that the parameters cannot keep."""
+    """Raise OptimError for gauges that overlap, or that do not hold for the parameters."""
     if gauges and any("param_names" not in group for group in groups):
-        raise OptimError("gauges name their parameters: pass model.named_parameters(), not bare tensors")
+        raise OptimError(
+            "gauges name their parameters", setting="params", allowed="model.named_parameters(), not tensors"
+        )
     check_disjoint(gauges)
     named = [dict(zip(group.get("param_names", ()), group["params"], strict=False)) for group in groups]
     everything = {name: tensor for part in named for name, tensor in part.items()}
@@ -54,9 +61,22 @@ def check_gauges(gauges: Sequence[Gauge], groups: Sequence[Mapping[str, Any]]) -
         at = {index for index, part in enumerate(named) for name in gauge.names if name in part}
         if len(at) > 1:
             raise OptimError(
-                f"{gauge} spans param groups {sorted(at)}", remedy="put its parameters into one group"
+                f"{gauge} spans param groups {sorted(at)}",
+                setting="params",
+                given=sorted(at),
+                remedy="put its parameters into one group",
             )
-        _check_tensors(gauge, [everything[name] for name in gauge.names])
+        tensors = [everything[name] for name in gauge.names]
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            raise OptimError(
+                f"{gauge} has tensors of several dtypes or devices",
+                setting="params",
+                remedy="keep them alike",
+            )
+        if (dtype := tensors[0].dtype) not in _PRECISE:
+            raise OptimError(
+                f"{gauge} is on {dtype} tensors", setting="params", given=dtype, allowed="float32 or float64"
+            )
         check_decay(gauge, groups[at.pop()]["weight_decay"])
         if isinstance(gauge, Rescaling):
             gauge.check_norms({name: everything[name].detach() for name in gauge.names})
@@ -73,7 +93,7 @@ def check_disjoint(gauges: Sequence[Gauge]) -> None:
     for one, other in combinations(gauges, 2):
         if shared := sorted(set(one.names) & set(other.names)):
             kinds = f"{type(one).__name__} and {type(other).__name__} share {shared[0]!r}"
-            raise OptimError(kinds, remedy=_joint(one, other))
+            raise OptimError(kinds, setting="gauges", given=shared[0], remedy=_joint(one, other))
 
 
 def check_decay(gauge: Gauge, weight_decay: float) -> None:
@@ -81,12 +101,14 @@ def check_decay(gauge: Gauge, weight_decay: float) -> None:
     if weight_decay and isinstance(gauge, Translation):
         raise OptimError(
             f"weight_decay {weight_decay} on {gauge} breaks the translation",
+            setting="weight_decay",
+            given=weight_decay,
             remedy="put its tensors into a param group with weight_decay=0",
         )
 
 
 def _joint(one: Gauge, other: Gauge) -> str:
-    """What covers both gauges."""
+    """The gauge that covers both."""
     if isinstance(one, _CHAINS) and isinstance(other, _CHAINS):
         return "use a ChainedReLURescale over all"
     heads = [isinstance(gauge, HeadShift) for gauge in (one, other)]
@@ -97,13 +119,3 @@ def _joint(one: Gauge, other: Gauge) -> str:
     if isinstance(one, LNScale) and isinstance(other, LNScale) and one.scale == other.scale:
         return "use one LNScale with all readers"
     return "no gauge here covers both: keep one of them"
-
-
-def _check_tensors(gauge: Gauge, tensors: Sequence[Tensor]) -> None:
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    if len(kinds) > 1:
-        raise OptimError(f"{gauge} has tensors of several dtypes or devices", remedy="keep them alike")
-    if tensors[0].dtype not in _PRECISE:
-        raise OptimError(
-            f"{gauge} is on {tensors[0].dtype} tensors", remedy="keep its parameters in float32 or float64"
-        )

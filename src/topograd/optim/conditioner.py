@@ -1,4 +1,4 @@
-"""The dead-direction conditioner over other bases: SGD with momentum, and Muon's orthogonal step.
+"""DDCMomentum and DDCMuon: momentum SGD and Muon's orthogonal step on invariant components.
 
 Statement. The split of `split.py` gives invariant components y; a base makes steps of them:
 

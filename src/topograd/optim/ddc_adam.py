@@ -80,9 +80,11 @@ class DDCAdam(LiftedOptimizer):
         fused: bool | None = None,
     ) -> None:
         if foreach and fused:
-            raise OptimError("foreach and fused are both set", remedy="choose one of them")
-        if not all(0 <= beta < 1 for beta in betas) or not eps >= 0:
-            raise OptimError(f"betas {betas} must be in [0, 1) and eps {eps} at least 0")
+            raise OptimError("foreach and fused are both set", setting="fused", remedy="choose one of them")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise OptimError(setting="betas", given=betas, allowed="in [0, 1)")
+        if not eps >= 0:
+            raise OptimError(setting="eps", given=eps, allowed="at least 0")
         ways = {"vertical": vertical, "reproject": reproject, "retract": retract, "rms": rms}
         moments = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         kernels = {"foreach": foreach, "fused": fused}

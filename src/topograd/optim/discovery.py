@@ -1,4 +1,4 @@
-"""The gauges of a network: the symmetries that geometry finds, in the form that an optimizer can divide by.
+"""Gauges of a network: the symmetries that geometry finds, in the form that an optimizer divides by.
 
 Statement. `geometry/symmetry_search.py` finds symmetries; each becomes the gauge of whole tensors in it:
 
@@ -12,12 +12,12 @@ With a random element g of the gauge itself, on a float64 copy near the model's 
 
     residual = ‖f(g·θ) - f(θ)‖ / ‖f(θ)‖         of log-probabilities for gauges that need a softmax
 
-It holds if the residual is at most TOLERANCE, and the network notices when one block of it moves alone: a
-symmetry that the example does not reach, or that a norm behind it makes trivial, is none to rely on.
+It holds if the residual is at most TOLERANCE, and the outputs change when one block of it moves alone: a
+symmetry that the example does not reach, or that a norm after it makes trivial, is none to rely on.
 
-Overlaps. A tensor belongs to one gauge. In this order, the first keeps it:
+Overlaps. A tensor belongs to one gauge, the first in this order:
 HeadShift; LNScale, which has a dimension for each channel; chains and pairs, which have one for each map but
-one, and give up the ends that are taken; queries with keys; the shifts of softmax cross-entropy, which are
+one, and drop the ends that are taken; queries with keys; the shifts of softmax cross-entropy, which are
 symmetries of a loss and not of the function.
 
 Symbols. `Found.gauges` are disjoint and pass every check of DDCAdam with the model's named_parameters().
@@ -95,7 +95,7 @@ class SetAside:
 
 @dataclass(frozen=True)
 class Found:
-    """What a network has: gauges for an optimizer, and everything else that was looked at."""
+    """The gauges for an optimizer, and all other candidates."""
 
     gauges: tuple[Gauge, ...]
     undecided: tuple[Undecided, ...]
@@ -108,19 +108,19 @@ def find_gauges(model: nn.Module, example: Example | None = None) -> Found:
     """The symmetries of a network, each confirmed on an example (an input, or a function that runs it).
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> found = find_gauges(model)
-    >>> [type(gauge).__name__ for gauge in found.gauges]
+    >>> result = find_gauges(model)
+    >>> [type(gauge).__name__ for gauge in result.gauges]
     ['ChainedReLURescale', 'CEShiftBias']
-    >>> found.set_aside[0].gauge
+    >>> result.set_aside[0].gauge
     CEShiftRowShift(weight='4.weight')
     """
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
-        raise OptimError(f"find_gauges needs a module with parameters, not {type(model).__name__}")
+        raise OptimError(setting="model", given=type(model).__name__, allowed="a module with parameters")
     twin, run = runner(model, example)
     check = _Check(model, Response(run, jittered(twin)))
-    found = find_symmetries(twin, run)
-    check.undecided += _remarks(model, found)
-    every = [*found.symmetries, *found.unconfirmed]
+    search = find_symmetries(twin, run)
+    check.undecided += _remarks(model, search)
+    every = [*search.symmetries, *search.unconfirmed]
     mixings = [one for one in every if isinstance(one, Mixing)]
     others = dict.fromkeys(g for one in every for g in _gauges(one, check.named))
     confirmed = [gauge for gauge in others if check.holds(gauge)]
@@ -138,13 +138,13 @@ def find_gauges(model: nn.Module, example: Example | None = None) -> Found:
 
 
 def _gauges(symmetry: Symmetry, named: Parameters) -> Iterator[Gauge]:
-    """What a symmetry that is no Mixing may be to an optimizer."""
+    """The gauges that a symmetry, if it is no Mixing, may be to an optimizer."""
     match symmetry:
         case ChannelScale():
             yield LNScale(symmetry.gain, symmetry.readers, symmetry.bias, symmetry.dim)
         case symmetries.HeadShift():
             yield from (HeadShift(symmetry.shared, symmetry.stages, rows) for rows in (True, False))
-        case Shift():
+        case Shift(stream=False):
             kind = CEShiftBias if named[symmetry.weight].dim() == 1 else CEShiftRowShift
             yield kind(symmetry.weight)
 
@@ -159,7 +159,7 @@ def _rescaling(pair: Mixing, named: Parameters) -> ReLURescale:
 
 
 class _Check:
-    """Which gauges an optimizer can use, and what became of the others."""
+    """Which gauges an optimizer can use, and why not the others."""
 
     def __init__(self, model: nn.Module, network: Response) -> None:
         self.named = dict(model.named_parameters())
@@ -167,10 +167,14 @@ class _Check:
         self.rejected: list[Rejected] = []
         self._network = network
         if not network.before or not all(tensor.isfinite().all() for tensor in network.before):
-            raise OptimError(f"{type(model).__name__} returned no finite floating tensor on the example")
+            raise OptimError(
+                f"{type(model).__name__} returned no finite floating tensor on the example", setting="example"
+            )
         if network.away({}) > TOLERANCE:
             raise OptimError(
-                f"{type(model).__name__} says different things in two runs", remedy="make it repeatable"
+                f"{type(model).__name__} has different outputs in two runs",
+                setting="model",
+                remedy="make it deterministic",
             )
 
     def holds(self, gauge: Gauge) -> bool:
@@ -186,14 +190,14 @@ class _Check:
 
     def pairs(self, given: Iterable[ReLURescale]) -> list[ReLURescale]:
         """The pairs that hold at some degree; a map feeds one other, and is fed by one."""
-        kept: list[ReLURescale] = []
+        confirmed: list[ReLURescale] = []
         for pair in dict.fromkeys(given):
             tried = [replace(pair, degree=degree) for degree in (pair.degree, *DEGREES)]
             best = next((one for one in tried if self.residual(one) <= TOLERANCE), None)
-            taken = any(pair.up == other.up or pair.down == other.down for other in kept)
+            taken = any(pair.up == other.up or pair.down == other.down for other in confirmed)
             if not (best and taken) and self.holds(best or pair):
-                kept.append(best or pair)
-        return kept
+                confirmed.append(best or pair)
+        return confirmed
 
     def residual(self, gauge: Gauge) -> float:
         """How much of the output a random element of the gauge changes."""
@@ -216,12 +220,15 @@ class _Check:
             check_gauges([gauge], [group])
         except OptimError as error:
             return _holds_but(gauge, error)
-        for names in _parts(gauge):
+        parts: list[tuple[str, ...]] = [(name,) for name in gauge.names]
+        if isinstance(gauge, Rescaling):
+            parts = [tuple(piece.name for piece in block) for block in gauge.blocks]
+        for names in parts:  # each must change the outputs when it moves alone
             moved = {name: FACTOR * self._network.parameters[name] for name in names}
             if self._network.away(moved, gauge.up_to_softmax) <= TOLERANCE:
-                words = ", ".join(map(repr, names))
+                listed = ", ".join(map(repr, names))
                 why = "a norm takes it out, or the example does not reach it"
-                return f"the size of {words} does not show: {why}"
+                return f"the size of {listed} does not show: {why}"
         return ""
 
 
@@ -233,7 +240,7 @@ class _Choice:
     set_aside: list[SetAside] = field(default_factory=list)
 
     def take(self, gauges: Iterable[Gauge]) -> None:
-        """Keep each gauge whose tensors are free."""
+        """Add each gauge whose tensors are free."""
         for gauge in gauges:
             if self._admits(gauge):
                 self.gauges.append(gauge)
@@ -272,19 +279,12 @@ def _holds_but(gauge: Gauge, error: OptimError) -> str:
     return f"it holds, but {error}".replace(f"{gauge}: ", "")
 
 
-def _parts(gauge: Gauge) -> list[tuple[str, ...]]:
-    """What the network must notice when it moves alone: each block of a rescaling, each tensor of a shift."""
-    if isinstance(gauge, Rescaling):
-        return [tuple(piece.name for piece in block) for block in gauge.blocks]
-    return [(name,) for name in gauge.names]
-
-
-def _remarks(model: nn.Module, found: FoundSymmetries) -> Iterator[Undecided]:
-    """What is there and no gauge covers."""
+def _remarks(model: nn.Module, search: FoundSymmetries) -> Iterator[Undecided]:
+    """Parts of the model that no gauge covers."""
     fused = next(fused_maps(model), None)
     if fused is not None:
         yield Undecided(fused, "queries, keys and values are one matrix: split it; gauges move whole tensors")
-    if fused is not None or any(isinstance(one, Mixing) and one.size > 1 for one in found.symmetries):
+    if fused is not None or any(isinstance(one, Mixing) and one.size > 1 for one in search.symmetries):
         yield Undecided(
             "attention heads and linear maps",
             "a factor for each head, and an invertible matrix for each head's values and outputs (queries "
@@ -293,7 +293,7 @@ def _remarks(model: nn.Module, found: FoundSymmetries) -> Iterator[Undecided]:
     modules = list(model.modules())
     if any(type(module).__name__ == "Conv1D" for module in modules):
         yield Undecided(
-            "Conv1D", "its matrices are (inputs, outputs); a ReLURescale with a bias is refused there"
+            "Conv1D", "its matrices are (inputs, outputs); there is no ReLURescale with a bias for them"
         )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
         yield Undecided(

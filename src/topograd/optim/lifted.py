@@ -1,16 +1,16 @@
-"""A base optimizer lifted to one that respects gauges: the part that all of them share.
+"""The common part of equivariant optimizers: a base optimizer on invariant components.
 
 Statement. Parameters that a gauge covers are split into invariant components (`split.py`); the base makes a
 step of each component, as if it were a gradient; the split carries the steps back. All other parameters get
 the base's own step. Since the components do not see where on its orbit the network is, neither does the
 optimizer: with G the group and Φ the update, Φ(g·θ) = g·Φ(θ), and its state is the same for θ and g·θ.
 
-A subclass says two things: `_advance`, the base's step of a list of components, and `_plain`, its step of the
+A subclass has two methods: `_advance`, the base's step of a list of components, and `_plain`, its step of the
 parameters that no gauge covers.
 
 Symbols. A `Slot` is where a component keeps its state: a parameter and a prefix, because the radial numbers
 of a gauge are kept with its first tensor. All state is in `state`, so that state_dict and load_state_dict are
-those of torch; param groups hold the gauges as text, and a state of other gauges is refused.
+those of torch; param groups hold the gauges as text, and a state of other gauges raises OptimError.
 
 Cost: see `split.py`. Gauges are split in batches of at most `BATCH_ELEMENTS` numbers, which bounds the
 temporaries, and on a CPU keeps them in its caches.
@@ -47,7 +47,7 @@ Group = dict[str, Any]
 
 
 class LiftedOptimizer(Optimizer, ABC):
-    """What DDCAdam, DDCMomentum and DDCMuon share."""
+    """The base class of DDCAdam, DDCMomentum and DDCMuon."""
 
     base: ClassVar[str]
     """The base's name, as a way of the vertical step; empty where that is not offered."""
@@ -57,21 +57,29 @@ class LiftedOptimizer(Optimizer, ABC):
         ways = ("frozen", "sgd", *filter(None, [self.base]))
         if defaults["vertical"] not in ways:
             raise OptimError(
-                setting="vertical", given=defaults["vertical"], remedy=f"choose one of {', '.join(ways)}"
+                setting="vertical", given=defaults["vertical"], allowed=f"one of {', '.join(ways)}"
             )
         for gauge in self._gauges:
             if not isinstance(gauge, (Translation, Rescaling)):
-                raise OptimError(f"{gauge!r} is no gauge", remedy="choose from topograd.optim.gauges")
+                raise OptimError(
+                    f"{gauge!r} is no gauge",
+                    setting="gauges",
+                    given=gauge,
+                    allowed="from topograd.optim.gauges",
+                )
         for name in ("lr", "weight_decay"):
             if isinstance(defaults[name], Tensor) or not defaults[name] >= 0:
-                raise OptimError(
-                    setting=name, given=defaults[name], remedy="give a number that is at least 0"
-                )
+                raise OptimError(setting=name, given=defaults[name], allowed="a number of at least 0")
         if isinstance(params, Tensor):
-            raise OptimError("params is one tensor", remedy="pass model.named_parameters(), or a list")
-        given = list(params)
-        grouped: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
-        groups = [{**group, "params": _listed(group["params"])} for group in grouped]
+            raise OptimError(
+                "params is one tensor", setting="params", allowed="model.named_parameters(), or a list"
+            )
+        listed = list(params)
+        grouped: list[Any] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+        groups = [
+            {**group, "params": [one] if isinstance(one := group["params"], Tensor) else list(one)}
+            for group in grouped
+        ]
         check_parameters(groups)
         super().__init__(groups, {**defaults, "gauges": [repr(gauge) for gauge in self._gauges]})
         check_gauges(self._gauges, self.param_groups)
@@ -89,7 +97,9 @@ class LiftedOptimizer(Optimizer, ABC):
         """One step from the gradients that are there."""
         if closure is not None:
             raise OptimError(
-                f"{type(self).__name__} takes no closure", remedy="call backward() first, then step()"
+                f"{type(self).__name__} takes no closure",
+                setting="closure",
+                remedy="call backward() first, then step()",
             )
         for group in self.param_groups:
             moving = [tensor for tensor in group["params"] if tensor.grad is not None]
@@ -97,10 +107,14 @@ class LiftedOptimizer(Optimizer, ABC):
                 if tensor.grad.is_sparse:
                     shape = tuple(tensor.shape)
                     raise OptimError(
-                        f"a parameter of shape {shape} has a sparse gradient", remedy="make it dense"
+                        f"a parameter of shape {shape} has a sparse gradient",
+                        setting="params",
+                        given=shape,
+                        remedy="make it dense",
                     )
             named = dict(zip(group.get("param_names", ()), group["params"], strict=False))
-            active = [gauge for gauge in self._gauges if any(_moves(named, name) for name in gauge.names)]
+            learning = {name for name, tensor in named.items() if tensor.grad is not None}
+            active = [gauge for gauge in self._gauges if learning & set(gauge.names)]
             covered = {id(named[name]) for gauge in active for name in gauge.names}
             self._plain([tensor for tensor in moving if id(tensor) not in covered], group)
             for split in self._splits(active, named, group):
@@ -127,6 +141,8 @@ class LiftedOptimizer(Optimizer, ABC):
             if (saved := group.get("gauges")) != own:
                 raise OptimError(
                     f"the state belongs to gauges {saved}, not to {own}",
+                    setting="gauges",
+                    given=saved,
                     remedy="build the optimizer with those",
                 )
         super().load_state_dict(state_dict)
@@ -153,11 +169,3 @@ def batches(gauges: Sequence[Rescaling], parameters: Parameters) -> Iterator[tup
             batch.append(gauge)
             room -= size
         yield tuple(batch)
-
-
-def _moves(named: Parameters, name: str) -> bool:
-    return name in named and named[name].grad is not None
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)

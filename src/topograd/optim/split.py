@@ -1,4 +1,4 @@
-"""A gradient in invariant coordinates, and a step in them carried back to the parameters.
+"""Invariant components of a gradient, and their steps carried back to the parameters.
 
 Statement. Let ρ = 1 - η λ be decoupled weight decay, and W stand for ρ W below. Translations:
 
@@ -158,11 +158,11 @@ class RescalingSplit:
     def _follower_factors(self, logs: Tensor) -> list[Tensor]:
         """exp(⟨e, logs⟩) for each follower, ready to multiply it."""
         rows = logs.split(self._sizes)
-        found = []
+        factors = []
         for (follower, gauge), tensor in zip(self._layout.followers, self._followers, strict=True):
             factor = (rows[gauge] @ _powers(follower, logs)).exp()
-            found.append(follower.piece.broadcast(factor, tensor.dim()))
-        return found
+            factors.append(follower.piece.broadcast(factor, tensor.dim()))
+        return factors
 
     def _dots(self, others: Sequence[Tensor]) -> list[Tensor]:
         """⟨W, other⟩ for each tensor of the blocks: (C,) each."""
@@ -208,10 +208,7 @@ def layout_of(gauges: tuple[Rescaling, ...]) -> Layout:
     blocks = [gauge.blocks for gauge in gauges]
     count = len(blocks[0])
     pieces = [
-        (piece, b * len(gauges) + i)
-        for b in range(count)
-        for i, found in enumerate(blocks)
-        for piece in found[b]
+        (piece, b * len(gauges) + i) for b in range(count) for i, own in enumerate(blocks) for piece in own[b]
     ]
     followers = [(follower, i) for i, gauge in enumerate(gauges) for follower in gauge.followers]
     cells = [cell for _, cell in pieces]

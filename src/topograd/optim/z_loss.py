@@ -1,4 +1,4 @@
-"""The z-loss: a term in the loss that fixes a gauge instead of an optimizer that respects it.
+"""The z-loss: a penalty on log Z, which fixes the shift gauge of the logits.
 
     L_z = c · mean over samples of (log Z)²,   log Z = logsumexp of the logits over the classes
 
@@ -34,7 +34,7 @@ def z_loss(
     0.9609
     """
     if not coefficient >= 0:
-        raise OptimError(f"the coefficient of the z-loss is {coefficient}", remedy="it must be at least 0")
+        raise OptimError(setting="coefficient", given=coefficient, allowed="at least 0")
     squares = logits.logsumexp(-1).square()
     if counted is not None:
         cpu = squares.device.type == "cpu"  # elsewhere to choose samples is to wait for the device

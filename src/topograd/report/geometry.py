@@ -185,13 +185,13 @@ def direction_panel(record: Mapping[str, Any]) -> Panel:
     name, title = "directions", "Flat directions, and why they are flat"
     every = record["directions"]
     followed = [one for one in every if one["fisher"] is not None and one["group"] is None]
-    gauges = [one for one in every if one["group"] is not None]
+    groups = [one for one in every if one["group"] is not None]
     header = ("layer", "kind", "order", "interval", "Fisher", "of λ", "dimensions", "group")
     cells = tuple(_direction_cells(one) for one in every)
     table = Table("Directions", header, cells)
     caption = (
-        f"{len(gauges)} groups of symmetries were found and taken out first: along them no network of this "
-        "shape changes (gauge). Then each layer's flattest direction was followed outward from the "
+        f"{len(groups)} groups of symmetries were found and taken out first: along them no network of this "
+        "shape changes. Then each layer's flattest direction was followed outward from the "
         "checkpoint: live, if the divergence begins as a square (order 1); dead, if it begins later or not "
         "at all on this text. An order has the interval of its fit; a dash is one that was refused."
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from topograd.data.loader import IGNORED
 from topograd.errors import GeometryError
 from topograd.exec.forward import stage_outputs
 from topograd.geometry.monitors.phase import read_phase, weight_norm
@@ -45,8 +46,11 @@ class GeometryLog:
                 allowed="0 for images, whose residual stream has no one width",
             )
         self._task, self._every = task, every
-        inputs = task.text.inputs
-        self._probe = inputs[: max(1, POSITIONS // inputs.shape[1])]
+        sizes = (task.text.targets != IGNORED).sum(1)
+        length = int(sizes.max())
+        whole = task.text.inputs[sizes == length, :length]  # no padding
+        count = min(len(whole), max(1, POSITIONS // length))
+        self._probe = whole[torch.arange(count) * len(whole) // count]  # evenly spaced over the text
         known = [record for record in task.run.metrics() if record["kind"] == "geometry"]
         self._rank: int | None = known[-1]["rank"] if known else None
         self._norms: deque[float] = deque(maxlen=WINDOW)

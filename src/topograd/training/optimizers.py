@@ -210,7 +210,7 @@ def ddc_adam(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str,
     """DDCAdam for everything: its step commutes with the symmetries of the MLPs and of the heads."""
     listed = _listed(groups, config, GROUPS, matrices=ADAM_RATE, named=True)
     gauges = [*mlp_gauges(stack, groups), *head_gauges(stack, groups)]
-    return {"ddc-adam": DDCAdam(listed, gauges, betas=config.betas, eps=1e-10)}
+    return {"ddc-adam": DDCAdam(listed, gauges, betas=config.betas, eps=1e-10, rms=True)}
 
 
 def ddc_muon(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
@@ -224,10 +224,11 @@ def ddc_muon(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str,
             lr=_matrix_rate(config, 0.02),
             momentum=config.momentum,
             weight_decay=config.weight_decay,
+            rms=True,  # steps of AdamW's and Muon's size: else they are √numel times as large
         )
     rest = _listed(groups, config, (*list(GROUPS)[1:], KERNELS), named=True)
     if rest:
-        made["ddc-adam"] = DDCAdam(rest, head_gauges(stack, groups), betas=config.betas, eps=1e-10)
+        made["ddc-adam"] = DDCAdam(rest, head_gauges(stack, groups), betas=config.betas, eps=1e-10, rms=True)
     return made
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.monitors import adapters
 from topograd.geometry.monitors.adapters import (
@@ -28,6 +29,9 @@ def test_writers_by_protocol(tmp_path: Path) -> None:
         {"step": 1, "loss": 2.0},
         {"step": 2, "loss": 1.0},
     ]
+    writer_to(file)(3, {"loss": float("nan"), "rank": float("inf")})
+    last = file.read_text().splitlines()[-1]
+    assert json.loads(last, parse_constant=pytest.fail) == {"step": 3, "loss": None, "rank": None}
     seen: list[Any] = []
     board = SimpleNamespace(add_scalar=lambda name, value, step: seen.append((name, value, step)))
     writer_to(board)(3, {"loss": 1.0, "rank": 4.0})
@@ -35,7 +39,7 @@ def test_writers_by_protocol(tmp_path: Path) -> None:
     run = SimpleNamespace(log=lambda values, step: seen.append((values, step)))
     writer_to(run)(4, {"loss": 1.0})
     assert seen[-1] == ({"loss": 1.0}, 4)
-    with pytest.raises(GeometryError, match="cannot be written to a int"):
+    with refused(GeometryError, setting="target", given=3):
         writer_to(3)
 
 
@@ -81,6 +85,37 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     assert not model.lm_head._forward_hooks
 
 
+def test_an_evaluation_of_the_trainer_raises_no_alarm_of_the_loss() -> None:
+    """The record of an evaluation has no training loss, and a loss is read once, not until the next log.
+
+    The calls are those that transformers' Trainer makes, in its order.
+    """
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    seen: dict[int, dict[str, float]] = {}
+    monitor = EarlyWarning(model, writer=lambda step, values: seen.update({step: dict(values)}))
+    callback = trainer_callback(monitor)
+    state = SimpleNamespace(global_step=0, log_history=[])
+
+    def log(**record: float) -> None:
+        state.log_history.append(record)
+        callback.on_log(None, state, None, logs=record)
+
+    callback.on_train_begin(None, state, None, model=model)
+    for step in range(40):
+        model(torch.randn(4, 3)).square().mean().backward()
+        callback.on_pre_optimizer_step(None, state, None)
+        state.global_step = step + 1
+        if step % 2:
+            log(loss=1.0 + 0.01 * step)
+        if step % 10 == 9:
+            log(eval_loss=1.5)
+    callback.on_train_end(None, state, None)
+    assert [step for step, values in seen.items() if "loss" in values] == list(range(2, 40, 2))
+    assert not [alarm for alarm in monitor.alarms if alarm.signal == "loss"]
+
+
 def test_lightning_by_its_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning is no dependency: the calls are those that its Trainer makes, in its order."""
     monkeypatch.setattr(adapters, "_imported", lambda *names: object)
@@ -102,5 +137,5 @@ def test_lightning_by_its_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_installed_is_one_line() -> None:
-    with pytest.raises(GeometryError, match="no_such_package is not installed"):
+    with refused(GeometryError, setting="package", given="no_such_package"):
         adapters._imported("no_such_package", "Callback", "nor_this_one")

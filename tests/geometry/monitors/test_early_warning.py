@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from raising import refused
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.early_warning import LEAST, REST, SIGNALS, EarlyWarning
+from topograd.geometry.monitors.early_warning import MIN_READINGS, REST, SIGNALS, EarlyWarning
 
 
 class Net(nn.Module):
@@ -63,7 +63,7 @@ def test_every_signal_is_what_it_says() -> None:
     assert values["dead_units"] == pytest.approx(1 + 100 * 2 / rows)
     assert 1 <= values["rank"] <= 6
     assert values["anisotropy"] > 1
-    assert 1 <= values["gauge_drift"] < 1.5
+    assert 1 <= values["norm_ratio_drift"] < 1.5
     squares = [
         (p.grad.square() / optimizer.state[p]["exp_avg_sq"]).flatten()
         for p in net.parameters()
@@ -100,7 +100,9 @@ def test_a_jump_is_an_alarm_once_and_a_calm_training_has_none() -> None:
     assert "usually" in str(alarm)
     assert not [again for step in range(61, 60 + REST) for again in monitor.read(step, 4.0)]
     early = EarlyWarning(net, signals=["loss"])
-    assert not [one for step in range(LEAST) for one in early.read(step, 10.0**step)], "too few to tell"
+    assert not [one for step in range(MIN_READINGS) for one in early.read(step, 10.0**step)], (
+        "too few to tell"
+    )
     assert [one.signal for one in monitor.read(90, math.nan)] == ["loss"], "a loss that is no number is one"
 
 
@@ -123,13 +125,46 @@ def test_a_collapse_of_rank_and_dead_units() -> None:
     assert found == {"rank", "dead_units"}
 
 
+@pytest.mark.parametrize("classes", [96, 1024])
+def test_an_isotropic_head_has_no_anisotropy(classes: int) -> None:
+    """Differences of neighbouring classes, which are no projection, would read (2C/π)²."""
+    torch.manual_seed(0)
+    head = nn.Linear(4, classes).double()
+    early = EarlyWarning(
+        head, head=head, signals=["anisotropy"], writer=lambda step, values: seen.update(values)
+    )
+    seen: dict[str, float] = {}
+    rows = torch.randn(512, classes).double() * 40
+    rows = rows - rows.mean(1, keepdim=True)
+    with early:
+        (head(torch.zeros(512, 4).double()) * rows).sum().backward()
+        early.read(0, 1.0)
+    assert 1 <= seen["anisotropy"] < 8, "6.4 and 4.4 by the sample of 512 rows (Marchenko and Pastur)"
+
+
+def test_a_small_old_block_shows_beside_many_new_classes() -> None:
+    """Random mixtures of all classes would average the two."""
+    torch.manual_seed(0)
+    head = nn.Linear(4, 1024).double()
+    early = EarlyWarning(
+        head, head=head, signals=["anisotropy"], writer=lambda step, values: seen.update(values)
+    )
+    seen: dict[str, float] = {}
+    rows = torch.randn(512, 1024).double()
+    rows[:, :100] *= 1e-3
+    with early:
+        (head(torch.zeros(512, 4).double()) * rows).sum().backward()
+        early.read(0, 1.0)
+    assert seen["anisotropy"] > 1e5
+
+
 def test_bad_requests() -> None:
     net = Net()
-    with pytest.raises(GeometryError, match="slow_every 0"):
+    with refused(GeometryError, setting="slow_every", given=0):
         EarlyWarning(net, slow_every=0)
-    with refused(GeometryError, setting="signal", given="mood"):
+    with refused(GeometryError, setting="signals", given="mood"):
         EarlyWarning(net, signals=["mood"])
-    with pytest.raises(GeometryError, match="the model has no 'tail'"):
+    with refused(GeometryError, setting="head", given="tail"):
         EarlyWarning(net, head="tail")
     lonely = EarlyWarning(nn.Embedding(3, 2))
-    assert {"rank", "anisotropy", "gauge_drift"} <= lonely.missing.keys()
+    assert {"rank", "anisotropy", "norm_ratio_drift"} <= lonely.missing.keys()

@@ -89,7 +89,7 @@ def test_a_calm_stream_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behind", "words"), [("post", "post-norm layers"), ("peri", "norm behind their last map")]
+    ("behind", "words"), [("post", "post-norm layers"), ("peri", "norm after their last map")]
 )
 def test_a_norm_behind_the_last_map_is_outside_the_theory(behind: str, words: str) -> None:
     stream, _, _ = watched(Stack(Block(behind), Block(behind)).double())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile, find_layers
 from topograd.nn.gpt import GPT
@@ -89,7 +90,7 @@ def test_the_rank_is_that_of_the_input() -> None:
     assert monitor.profile().rank == 3
     with StreamMonitor(net, rank=4) as asked, torch.no_grad():
         net(plane)
-    with pytest.raises(GeometryError, match="rank 4 was asked for and the input has 3"):
+    with refused(GeometryError, setting="rank", given=4):
         asked.profile()
 
 
@@ -130,27 +131,27 @@ def test_our_gpt_is_watched_and_not_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "why"),
+    ("model", "settings", "setting"),
     [
-        (nn.Linear(2, 2), {}, "Linear has no list of layers"),
-        (Net(2, 4, 0.1), {"layers": "h"}, r"has no 'h'; lists of layers in it: \['blocks'\]"),
-        (Net(2, 4, 0.1), {"layers": []}, "there are no layers"),
-        (Net(2, 4, 0.1), {"rank": 0}, "rank is 0"),
+        (nn.Linear(2, 2), {}, "layers"),
+        (Net(2, 4, 0.1), {"layers": "h"}, "layers"),
+        (Net(2, 4, 0.1), {"layers": []}, "layers"),
+        (Net(2, 4, 0.1), {"rank": 0}, "rank"),
     ],
 )
-def test_what_cannot_be_watched_is_named(model: nn.Module, settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(GeometryError, match=why):
+def test_what_cannot_be_watched_is_named(model: nn.Module, settings: dict[str, Any], setting: str) -> None:
+    with refused(GeometryError, setting=setting):
         StreamMonitor(model, **settings)
 
 
 def test_a_layer_given_twice_no_samples_and_other_widths() -> None:
     net = Net(1, 4, 0.1)
-    with pytest.raises(GeometryError, match="listed twice"):
+    with refused(GeometryError, setting="layers"):
         find_layers(net, [net.blocks[0], net.blocks[0]])
-    with pytest.raises(GeometryError, match="the input has no samples"):
+    with refused(GeometryError, setting="count", given=0):
         StreamMonitor(net).profile()
     narrowing = nn.Sequential(nn.Linear(4, 3))
     with StreamMonitor(narrowing, list(narrowing)) as monitor, torch.no_grad():
         narrowing(torch.randn(9, 4))
-    with pytest.raises(GeometryError, match=r"widths \[3, 4\]"):
+    with refused(GeometryError, setting="layers"):
         monitor.profile()

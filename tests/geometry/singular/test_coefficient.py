@@ -59,7 +59,7 @@ def test_a_singular_weight_counts_less_and_weights_can_be_chosen() -> None:
     assert found.weights == 1
     assert found.value == pytest.approx(0.25, abs=0.12)
     assert found.value < 0.4
-    with pytest.raises(GeometryError, match="no parameter is named nowhere"):
+    with refused(GeometryError, setting="weights"):
         learning_coefficient(Power(), "squared-error", data, settings, weights="nowhere")
 
 
@@ -111,6 +111,7 @@ def test_tokens_are_counted_one_by_one_and_ignored_ones_not() -> None:
     assert found.fluctuation == found.waic.fluctuation
     assert found.evaluations == (2 * 8 + 1) * 2
     assert found.wbic == pytest.approx(36 * float(found.waic.training), rel=0.2)
+    assert learning_coefficient(model, "cross-entropy", batches, settings, n_beta=3.0).wbic is None
     one = learning_coefficient(
         model, lambda f, y: nn.functional.cross_entropy(f.flatten(0, 1), y.flatten()), batches, settings
     )
@@ -120,25 +121,25 @@ def test_tokens_are_counted_one_by_one_and_ignored_ones_not() -> None:
 
 def test_bad_requests() -> None:
     model, data = regular()
-    with pytest.raises(GeometryError, match="bfloat16, which rounds a step"):
+    with refused(GeometryError, setting="model", given="bfloat16"):
         learning_coefficient(nn.Linear(3, 1).bfloat16(), "squared-error", data)
-    with pytest.raises(GeometryError, match=r"call model\.eval"):
+    with refused(GeometryError, setting="model", given="1"):
         learning_coefficient(nn.Sequential(model, nn.Dropout(0.5)), "squared-error", data)
-    with pytest.raises(GeometryError, match="no batches"):
+    with refused(GeometryError, setting="batches"):
         learning_coefficient(model, "squared-error", [])
-    with pytest.raises(GeometryError, match="has no targets"):
+    with refused(GeometryError, setting="batches"):
         learning_coefficient(model, "squared-error", (data[0], None))
     with refused(GeometryError, setting="loss", given="hinge"):
         learning_coefficient(model, "hinge", data)
-    with pytest.raises(GeometryError, match="n_beta is -1"):
+    with refused(GeometryError, setting="n_beta", given=-1):
         learning_coefficient(model, "squared-error", data, FEW, n_beta=-1)
-    with pytest.raises(GeometryError, match="8 or more draws"):
+    with refused(GeometryError, setting="draws", given=2):
         Langevin(draws=2)
     with refused(GeometryError, setting="precondition", given="adam"):
         Langevin(precondition="adam")  # type: ignore[arg-type]
-    with pytest.raises(GeometryError, match="give step > 0"):
+    with refused(GeometryError, setting="step", given=-1.0):
         Langevin(step=-1.0)
-    with pytest.raises(DivergenceError, match="too large"):
+    with refused(DivergenceError, setting="step", given=1000.0):
         learning_coefficient(model, "squared-error", data, Langevin(step=1e3, burn_in=400, draws=8))
 
 
@@ -159,14 +160,13 @@ class Masked(nn.Module):
 def test_inputs_that_the_model_does_not_take_are_one_line() -> None:
     x, y = torch.ones(4, 3), torch.ones(4, 1)
     good = ({"values": x, "mask": x}, y)
-    for bad, why in (
-        ({"values": x}, r"Masked does not take the inputs of this batch \(values\): missing.*'mask'"),
-        ({"values": x, "attention": x}, r"\(values, attention\).*it takes \(values, mask\)"),
-        ((x,), r"\(1 by position\).*'mask'"),
+    for bad, given in (
+        ({"values": x}, "values"),
+        ({"values": x, "attention": x}, "values, attention"),
+        ((x,), "1 by position"),
     ):
-        with pytest.raises(GeometryError, match=why) as caught:
+        with refused(GeometryError, setting="batches", given=given, allowed="(values, mask)"):
             learning_coefficient(Masked(), "squared-error", [good, (bad, y)])
-        assert "\n" not in str(caught.value)
     with pytest.raises(TypeError, match="of the model's own"):
         learning_coefficient(Masked(), "squared-error", ({"values": x, "mask": torch.ones(())}, y))
     few = Langevin(step=1e-3, burn_in=0, draws=8, thin=1, chains=1)
@@ -181,9 +181,9 @@ def test_tied_frozen_and_quantised_models() -> None:
     assert found.weights == sum(parameter.numel() for parameter in tied.parameters()), (
         "a tied weight counts once"
     )
-    with pytest.raises(GeometryError, match="no parameter requires a gradient"):
+    with refused(GeometryError, setting="weights"):
         learning_coefficient(tied.requires_grad_(False), "cross-entropy", (tokens, tokens))
     packed: Any = nn.Sequential(nn.ReLU())
     packed[0]._packed_params = object()
-    with pytest.raises(GeometryError, match=r"0 is quantised \(ReLU\); give the model in floats"):
+    with refused(GeometryError, setting="model", given="0"):
         learning_coefficient(packed, "squared-error", (torch.ones(4, 3), torch.ones(4, 3)))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from papers.dead_directions.equivariance import Case, cases
+from raising import refused
 from topograd.errors import OptimError
 from topograd.optim.gauges import (
     CEShiftBias,
@@ -109,41 +110,41 @@ def test_layer_norm_with_all_its_readers() -> None:
 
 
 def test_a_model_that_says_nothing_is_refused() -> None:
-    with pytest.raises(OptimError, match="no floating tensor"):
+    with refused(OptimError, setting="example"):
         CEShiftBias("2.bias").residual(mlp(), lambda model: torch.tensor([1]))
-    with pytest.raises(OptimError, match=r"pass residual\(model, example\)"):
+    with refused(OptimError, setting="example"):
         CEShiftBias("bias").residual(nn.LayerNorm(3))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "setting"),
     [
-        (lambda: ReLURescale("a", "a"), "each once"),
+        (lambda: ReLURescale("a", "a"), "names"),
         (lambda: ReLURescale("a", "b", degree=0), "degree"),
-        (lambda: HeadShift("a", []), "at least 2"),
-        (lambda: LNScale("a", "a"), "each once"),
-        (lambda: LNScale("a", "b", dim=2), "dim 2"),
-        (lambda: ChainedReLURescale(["a"]), "L ≥ 2"),
-        (lambda: ChainedReLURescale(["a", "b"], biases=["c", "d"]), "L - 1 biases"),
+        (lambda: HeadShift("a", []), "names"),
+        (lambda: LNScale("a", "a"), "names"),
+        (lambda: LNScale("a", "b", dim=2), "dim"),
+        (lambda: ChainedReLURescale(["a"]), "weights"),
+        (lambda: ChainedReLURescale(["a", "b"], biases=["c", "d"]), "weights"),
     ],
 )
-def test_gauges_that_cannot_be(make: Callable[[], Gauge], message: str) -> None:
-    with pytest.raises(OptimError, match=message):
+def test_gauges_that_cannot_be(make: Callable[[], Gauge], setting: str) -> None:
+    with refused(OptimError, setting=setting):
         make()
 
 
 @pytest.mark.parametrize(
-    ("gauge", "message"),
+    ("gauge", "setting"),
     [
-        (ReLURescale("0.weight", "nowhere"), "'nowhere', which is not among"),
-        (ReLURescale("2.weight", "0.weight", bias="0.bias"), "are not inputs of"),
-        (ReLURescale("0.weight", "2.weight", bias="2.bias"), "no bias of 5 units"),
-        (CEShiftBias("2.weight"), "1 dimension "),
-        (CEShiftRowShift("2.bias"), "2 dimensions"),
-        (HeadShift("0.weight", ["2.weight"]), "matrices of one shape"),
-        (LNScale("0.bias", "0.weight"), "does not pair"),
+        (ReLURescale("0.weight", "nowhere"), "gauges"),
+        (ReLURescale("2.weight", "0.weight", bias="0.bias"), "gauges"),
+        (ReLURescale("0.weight", "2.weight", bias="2.bias"), "gauges"),
+        (CEShiftBias("2.weight"), "gauges"),
+        (CEShiftRowShift("2.bias"), "gauges"),
+        (HeadShift("0.weight", ["2.weight"]), "gauges"),
+        (LNScale("0.bias", "0.weight"), "gauges"),
     ],
 )
-def test_shapes_that_do_not_pair(gauge: Gauge, message: str) -> None:
-    with pytest.raises(OptimError, match=message):
+def test_shapes_that_do_not_pair(gauge: Gauge, setting: str) -> None:
+    with refused(OptimError, setting=setting):
         gauge.check(dict(mlp().named_parameters()))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from papers.dead_directions.equivariance import Case, cases, tensors
+from raising import refused
 from topograd.errors import OptimError
 from topograd.optim.gauges import CEShiftRowShift, ChainedReLURescale, HeadShift, LNScale, ReLURescale
 from topograd.optim.gauges.rescaling import Rescaling, basis
@@ -122,7 +123,7 @@ def test_norms_of_zero_are_refused_with_their_channel() -> None:
     reader = torch.ones(3, 2)
     gauge.check_norms({"gain": torch.ones(3), "reader": reader})
     reader[1] = 0
-    with pytest.raises(OptimError, match=r"'reader' has norm zero .* in channel 1"):
+    with refused(OptimError, setting="gauges", given="reader"):
         gauge.check_norms({"gain": torch.ones(3), "reader": reader})
 
 

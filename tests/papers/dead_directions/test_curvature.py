@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from papers.dead_directions.curvature import curvature_rate, sectional_curvature, volume_exponents
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.rates import log_grid
 
@@ -94,14 +95,14 @@ def test_volumes_of_high_curvature(k: int) -> None:
 
 def test_refusals() -> None:
     at = torch.tensor([0.1, 0.0]).double()
-    with pytest.raises(GeometryError, match="two rows"):
+    with refused(GeometryError, setting="plane"):
         sectional_curvature(power_mean(2), at, torch.eye(3).double())
-    with pytest.raises(GeometryError, match="not at it"):
+    with refused(GeometryError, setting="point"):
         sectional_curvature(power_mean(2), torch.zeros(2).double(), PLANE)
-    with pytest.raises(GeometryError, match="one to the Fisher metric"):
+    with refused(GeometryError, setting="plane"):
         sectional_curvature(power_mean(2), at, torch.tensor([[1.0, 0.0], [2.0, 0.0]]).double())
-    with pytest.raises(GeometryError, match="no length"):
+    with refused(GeometryError, setting="plane"):
         sectional_curvature(power_mean(2), at, torch.tensor([[1.0, 0.0], [0.0, 0.0]]).double())
     for k in (1, 2.0):
-        with pytest.raises(GeometryError, match="give 2 or more"):
+        with refused(GeometryError, setting="k"):
             volume_exponents(k)  # type: ignore[arg-type]

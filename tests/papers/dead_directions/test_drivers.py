@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from papers.dead_directions.drivers import HomogeneityDial, MomentumSign, ParametricEpsFloor
+from raising import refused
 from topograd.errors import OptimError
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -121,26 +122,26 @@ def test_a_saved_state_goes_on(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "why"),
+    ("make", "settings", "setting"),
     [
-        (ParametricEpsFloor, {"lr": -1}, "lr is -1; give a number that is at least 0"),
-        (ParametricEpsFloor, {"lr": 0.1, "eps": -1}, r"eps -1 must be at least 0 and beta 0.999 in \[0, 1\)"),
-        (ParametricEpsFloor, {"lr": 0.1, "beta": 1}, "eps 1e-08 must be at least 0 and beta 1 in"),
-        (HomogeneityDial, {"lr": 0.1, "h": 1.5}, r"h is 1.5; it must be between 0 \(sign descent\) and 1"),
-        (HomogeneityDial, {"lr": float("nan")}, "lr is nan"),
-        (MomentumSign, {"lr": 0.1, "beta": -0.1}, r"beta is -0.1; it must be in \[0, 1\)"),
+        (ParametricEpsFloor, {"lr": -1}, "lr"),
+        (ParametricEpsFloor, {"lr": 0.1, "eps": -1}, "eps"),
+        (ParametricEpsFloor, {"lr": 0.1, "beta": 1}, "beta"),
+        (HomogeneityDial, {"lr": 0.1, "h": 1.5}, "h"),
+        (HomogeneityDial, {"lr": float("nan")}, "lr"),
+        (MomentumSign, {"lr": 0.1, "beta": -0.1}, "beta"),
     ],
 )
-def test_bad_knobs(make: Any, settings: dict[str, float], why: str) -> None:
-    with pytest.raises(OptimError, match=why):
+def test_bad_knobs(make: Any, settings: dict[str, float], setting: str) -> None:
+    with refused(OptimError, setting=setting):
         make([nn.Parameter(torch.ones(1))], **settings)
 
 
 def test_closures_and_sparse_gradients_are_refused() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = HomogeneityDial([weight], lr=0.1)
-    with pytest.raises(OptimError, match="HomogeneityDial takes no closure"):
+    with refused(OptimError, setting="closure"):
         optimizer.step(lambda: 0.0)
     weight.grad = torch.ones(3).to_sparse()
-    with pytest.raises(OptimError, match="HomogeneityDial takes no sparse gradients"):
+    with refused(OptimError, setting="params"):
         optimizer.step()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from papers.dead_directions.families.reduced_rank import ReducedRank, learning_coefficient
 from papers.dead_directions.sgld import Sgld, sample_learning_coefficient
+from raising import refused
 from topograd.errors import DivergenceError, GeometryError
 
 
@@ -121,11 +122,11 @@ def test_the_module_is_left_alone_and_frozen_parameters_stay() -> None:
 
 def test_divergence_names_chain_and_draw() -> None:
     zeros = torch.zeros(50, 1, dtype=torch.float64)
-    with pytest.raises(DivergenceError, match=r"chain \d is (inf|nan) at draw \d+: step 5"):
+    with refused(DivergenceError, setting="step", given=5.0):
         sample_learning_coefficient(
             Power(3), half_square, zeros, zeros, Sgld(step=5.0, chains=3, burn_in=0, draws=300)
         )
-    with pytest.raises(DivergenceError, match=r"of the burn-in"):
+    with refused(DivergenceError, setting="step", given=5.0):
         sample_learning_coefficient(
             Power(3), half_square, zeros, zeros, Sgld(step=5.0, chains=3, burn_in=300)
         )
@@ -133,22 +134,26 @@ def test_divergence_names_chain_and_draw() -> None:
 
 def test_refusals() -> None:
     module, inputs, targets = linear(2, 10)
-    with pytest.raises(GeometryError, match="as many of each"):
+    with refused(GeometryError, setting="targets", given=5):
         sample_learning_coefficient(module, half_square, inputs, targets[:5])
-    with pytest.raises(GeometryError, match="3 or more"):
+    with refused(GeometryError, setting="targets", given=0):
         sample_learning_coefficient(module, half_square, inputs[:0], targets[:0])
-    with pytest.raises(GeometryError, match="nothing to sample"):
+    with refused(GeometryError, setting="module"):
         sample_learning_coefficient(nn.Identity(), half_square, inputs, targets)
     with torch.no_grad():
         module.weight[0, 0] = math.nan
-    with pytest.raises(GeometryError, match="parameter weight has values"):
+    with refused(GeometryError, setting="model", given="weight"):
         sample_learning_coefficient(module, half_square, inputs, targets)
-    for step, localization in ((0.0, 1.0), (math.nan, 1.0), (0.1, -1.0)):
-        with pytest.raises(GeometryError, match="step > 0"):
+    for step, localization, setting in (
+        (0.0, 1.0, "step"),
+        (math.nan, 1.0, "step"),
+        (0.1, -1.0, "localization"),
+    ):
+        with refused(GeometryError, setting=setting):
             Sgld(step, localization)
-    for less in ({"chains": 0}, {"draws": 0}, {"burn_in": -1}, {"batch": 0}):
-        with pytest.raises(GeometryError, match="1 or more"):
-            Sgld(**less)
+    for name, value in (("chains", 0), ("draws", 0), ("burn_in", -1), ("batch", 0)):
+        with refused(GeometryError, setting=name, given=value):
+            Sgld(**{name: value})
 
 
 def test_one_chain_has_no_spread() -> None:

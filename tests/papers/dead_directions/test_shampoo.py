@@ -79,7 +79,7 @@ def test_bad_input_is_one_line() -> None:
     W = nn.Parameter(torch.zeros(2, 2))
     with refused(OptimError, setting="every", given=0):
         SOAP([W], every=0)
-    with pytest.raises(OptimError, match="must be at least 0, and betas"):
+    with refused(OptimError, setting="betas"):
         Shampoo([W], betas=(0.9, 1.0))
-    with pytest.raises(OptimError, match="Shampoo takes no closure"):
+    with refused(OptimError, setting="closure"):
         Shampoo([W]).step(lambda: 0.0)

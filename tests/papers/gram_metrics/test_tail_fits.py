@@ -12,6 +12,7 @@ from torch import Tensor
 from papers.gram_metrics import tail_fits as study
 from papers.gram_metrics.tails import fit_tail
 from papers.outcome import asked
+from raising import refused
 from topograd.errors import ConfigError
 
 
@@ -71,5 +72,5 @@ def test_the_study_counts_where_they_agree(installed: None) -> None:
 
 def test_without_the_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "weightwatcher", None)
-    with pytest.raises(ConfigError, match="weightwatcher is not installed"):
+    with refused(ConfigError, setting="package", given="weightwatcher"):
         study.run(asked("tail-fits", "tiny"))

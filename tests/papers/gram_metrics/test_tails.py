@@ -65,22 +65,22 @@ def test_a_random_matrix_has_no_tail_and_its_exponent_jumps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "why"),
+    ("values", "setting"),
     [
-        (torch.tensor([1.0]), "1 values were given; a tail needs at least two that differ"),
-        (torch.ones(4), "4 values were given; a tail needs at least two that differ"),
-        (torch.tensor([1.0, 0.0, 2.0]), "positive and finite"),
-        (torch.tensor([1.0, float("nan")]), "positive and finite"),
-        (torch.ones(2, 2), r"values are \(2, 2\)"),
+        (torch.tensor([1.0]), "values"),
+        (torch.ones(4), "values"),
+        (torch.tensor([1.0, 0.0, 2.0]), "values"),
+        (torch.tensor([1.0, float("nan")]), "values"),
+        (torch.ones(2, 2), "values"),
     ],
 )
-def test_refusals(values: Tensor, why: str) -> None:
-    with pytest.raises(FieldError, match=why):
+def test_refusals(values: Tensor, setting: str) -> None:
+    with refused(FieldError, setting=setting):
         fit_tail(values)
 
 
 def test_refusals_of_a_given_count() -> None:
     with refused(FieldError, setting="count", given=1):
         largest_tail(torch.tensor([1.0, 2.0, 3.0]), 1)
-    with pytest.raises(FieldError, match="the 2 largest values are equal"):
+    with refused(FieldError, setting="values", given=2):
         largest_tail(torch.tensor([1.0, 3.0, 3.0]), 2)

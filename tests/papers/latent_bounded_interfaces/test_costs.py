@@ -144,9 +144,9 @@ def test_work_and_span_of_unequal_regions() -> None:
     assert costs.work == 86 + 3 * 8 + 24
     assert costs.span == 70 + 8 * 2 + 20
     assert work_span([5.0], [3.0], rank=2).span == 8.0  # one region: nothing to combine
-    with pytest.raises(ConfigError, match="3 Jacobian and 2 local costs"):
+    with refused(ConfigError, setting="jacobian", given=3):
         work_span([1.0, 1.0, 1.0], [1.0, 1.0], rank=2)
-    with pytest.raises(ConfigError, match="at least one region"):
+    with refused(ConfigError, setting="jacobian", given=0):
         work_span([], [], rank=2)
 
 
@@ -173,11 +173,11 @@ def test_levels_of_the_scan_round_up() -> None:
 
 
 def test_bad_input_is_one_clear_line() -> None:
-    with refused(TopologyError, setting="SSMRegion.N", given="0"):
+    with refused(TopologyError, setting="SSMRegion.N", given=0):
         SSMRegion(8, 16, 32, 0)
-    with refused(TopologyError, setting="TransformerRegion.H", given="-1"):
+    with refused(TopologyError, setting="TransformerRegion.H", given=-1):
         TransformerRegion(8, 16, 32, -1, 64)
-    with refused(TopologyError, setting="chunk", given="65"):
+    with refused(TopologyError, setting="chunk", given=65):
         jacobian_intensity(ILLUSTRATIVE_SSM, 64, 65)
-    with refused(TopologyError, setting="the interface's width", given="0"):
+    with refused(TopologyError, setting="the interface's width", given=0):
         jacobian_flops(ILLUSTRATIVE_SSM, 0)

@@ -115,7 +115,7 @@ def test_one_device_runs_autograd_and_says_why(stack: GPT) -> None:
 
 def test_bad_input_is_refused(stack: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_tokens(SHAPE)[0]
-    with pytest.raises(TopologyError, match="2 regions have no Jacobian between interfaces"):
+    with refused(TopologyError, setting="regions", given=2):
         measure_units(stack, Topology.regions("2,2"), inputs)
     with refused(ConfigError, setting="repeats", given=0):
         measure_units(stack, SHAPE.topology, inputs, repeats=0)
@@ -123,7 +123,7 @@ def test_bad_input_is_refused(stack: GPT, monkeypatch: pytest.MonkeyPatch) -> No
         measure_units(build_model(SHAPE, INTERFACE, "mamba2"), SHAPE.topology, inputs, "pullback")
     monkeypatch.setattr(measure, "measure_units", lambda *_: pytest.fail("measured before the refusal"))
     for workers in (0, 3):
-        with pytest.raises(ConfigError, match=f"{workers} workers were given for 4 regions"):
+        with refused(ConfigError, setting="workers"):
             choose(stack, SHAPE.topology, inputs, workers)
 
 

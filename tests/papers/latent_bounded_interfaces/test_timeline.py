@@ -179,13 +179,11 @@ def test_a_small_graph_by_hand() -> None:
 def test_bad_input_is_one_clear_line() -> None:
     units = Units(jacobian=16)
     for bad in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match=r"Units.jacobian is .*; give a finite time above 0"):
+        with refused(ConfigError, setting="jacobian"):
             Units(jacobian=bad)
-    with pytest.raises(
-        ConfigError, match="3 workers were given for 6 regions; give 1, or one for each region"
-    ):
+    with refused(ConfigError, setting="workers", given=3):
         timeline("plain", units, 6, workers=3)
-    with pytest.raises(ConfigError, match="there is no schedule 'gpipe'; choose one of plain, split"):
+    with refused(ConfigError, setting="schedule", given="gpipe"):
         timeline("gpipe", units, 6)  # type: ignore[arg-type]
-    with refused(TopologyError, setting="the number of regions", given="0"):
+    with refused(TopologyError, setting="the number of regions", given=0):
         timeline("plain", units, 0)

@@ -1,4 +1,4 @@
-"""The early warning in other people's loops, and its signals in other people's logs. None is a dependency.
+"""Early-warning callbacks for transformers and Lightning, and writers to files, TensorBoard and W&B.
 
     Trainer(..., callbacks=[trainer_callback(monitor)])            transformers
     L.Trainer(..., callbacks=[lightning_callback(monitor)])        Lightning
@@ -10,13 +10,15 @@ Clipping. transformers calls `on_pre_optimizer_step` after it has clipped the gr
 there never exceeds the limit. The callback therefore keeps the norm of each gradient as it is accumulated
 (`register_post_accumulate_grad_hook`), before anything else touches it. Lightning calls
 `on_before_optimizer_step` before it clips.
-Limits. Under transformers' gradient accumulation the loss is that of the last micro-batch.
+Limits. transformers gives a callback no loss but the one that it logs: it is read once for each log, and is
+the mean since the log before. Numbers that are not finite are null in a JSON file.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,11 +51,10 @@ def writer_to(target: Any) -> Writer:
         return lambda step, values: target.log(dict(values), step=step)
     if not callable(target):
         raise GeometryError(
-            f"signals cannot be written to a {type(target).__name__}",
-            remedy="give a path, or an object with add_scalar or log",
+            setting="target", given=target, allowed="a path, a function, or an object with add_scalar or log"
         )
-    found: Writer = target
-    return found
+    writer: Writer = target
+    return writer
 
 
 class _JsonLines:
@@ -62,7 +63,8 @@ class _JsonLines:
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
 
 class UnclippedNorms:
@@ -71,10 +73,10 @@ class UnclippedNorms:
     def __init__(self, model: nn.Module) -> None:
         self._norms: dict[Tensor, Tensor] = {}
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._keep) for p in model.parameters() if p.requires_grad
+            p.register_post_accumulate_grad_hook(self._store) for p in model.parameters() if p.requires_grad
         ]
 
-    def _keep(self, parameter: Tensor) -> None:
+    def _store(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._norms[parameter] = parameter.grad.detach().norm()
 
@@ -96,6 +98,12 @@ def trainer_callback(monitor: EarlyWarning) -> Any:
     class Callback(base):  # type: ignore[misc, valid-type]
         """Enters the monitor with the training and reads it before each step of the optimizer."""
 
+        loss: float | None = None
+        """As logged since the last reading; an evaluation's record has none."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            self.loss = (logs or {}).get("loss", self.loss)
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             monitor.__enter__()
             if more.get("optimizer") is not None:
@@ -103,8 +111,8 @@ def trainer_callback(monitor: EarlyWarning) -> Any:
             monitor.norms = UnclippedNorms(more["model"])
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            last = state.log_history[-1].get("loss") if state.log_history else None
-            monitor.read(state.global_step, float("nan") if last is None else last)
+            monitor.read(state.global_step, self.loss)
+            self.loss = None
 
         def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             monitor.__exit__(None, None, None)
@@ -115,7 +123,7 @@ def trainer_callback(monitor: EarlyWarning) -> Any:
 
 
 def lightning_callback(monitor: EarlyWarning) -> Any:
-    """A Lightning `Callback`, of `lightning` or `pytorch_lightning`, whichever is there."""
+    """A Lightning `Callback`, of `lightning` or `pytorch_lightning`, whichever is installed."""
     base = _imported("lightning.pytorch", "Callback", "pytorch_lightning")
 
     class Callback(base):  # type: ignore[misc, valid-type]
@@ -151,5 +159,8 @@ def _imported(package: str, name: str, *others: str) -> Any:
         except ImportError:
             continue
     raise GeometryError(
-        f"{package} is not installed", remedy="read the monitor in a loop of your own, or install it"
+        f"{package} is not installed",
+        setting="package",
+        given=package,
+        remedy="read the monitor in a loop of your own, or install it",
     )

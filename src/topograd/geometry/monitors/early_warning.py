@@ -1,4 +1,4 @@
-"""Early warning in anybody's loop: a few cheap signals at every step, and alarms when one leaves its past.
+"""Early warning in a training loop: a few cheap signals at every step, and alarms on outliers.
 
     monitor = EarlyWarning(model, head="lm_head")
     with monitor:
@@ -18,20 +18,24 @@ Signals, one number each at every `every`-th step, those of `SLOW` at every `slo
     rank             effective rank of the last layer's activations, `ROWS` rows in `CHANNELS` channels
     anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1):
                      up when classes are added to a head, down when classes that were idle in it appear
-    gauge_drift      the largest |log ‖W_a‖ / ‖W_b‖| that pairs of neighbouring maps have moved from the start
+    norm_ratio_drift the largest |log ‖W_a‖ / ‖W_b‖| that pairs of neighbouring maps have moved from the start
 
 An alarm: the logarithm of a signal is `DEVIATIONS` robust standard deviations (1.4826 MAD, at least `SLACK`)
 from the median of the last `MEMORY` readings, on its bad side; after one, `REST` readings of that signal are
 quiet.
 
+a(G) = λ_max(G) / λ_min(G) is over the directions that are no symmetry: a softmax loss has Σ_c δ_c = 0, so
+that G1 = 0 for every weight, and this direction is projected out first. The classes of a head of more than
+`MAX_CLASSES` are added up, with random signs, in `MIXTURES` neighbouring blocks: old and new ones stay apart.
+
 Symbols. m rows, d channels, C classes. Cost: a norm of every gradient; a few small products. No second
 backward pass, nothing is written to the model; hooks are there only while the monitor is entered.
-Source: "Dead Directions: Geometric Singular Learning" §5.1 and Algorithm 1 (rank, anisotropy, gauge drift as
+Source: "Dead Directions: Geometric Singular Learning" §5.1 and Algorithm 1 (rank, anisotropy, norm ratios as
 in Remark 80); gradient norm and update size after Wortsman et al., "Stable and low-precision training for
 large-scale vision-language models"; logits after Wortsman et al., "Small-scale proxies for large-scale
 Transformer training instabilities". `python benchmarks/monitors.py` measures lead times and false alarms.
 Limits. A signal that drifts steadily faster than its noise alarms too. On sharded models each rank reads its
-own part.
+own part. Eigenvalues below `moments.RESOLUTION` of the largest are rounding, so a(G) is at most its inverse.
 """
 
 from __future__ import annotations
@@ -50,11 +54,10 @@ from torch.utils.hooks import RemovableHandle
 
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.hooks import Watching
-from topograd.geometry.monitors.moments import hidden_of
+from topograd.geometry.host_copy import to_host
+from topograd.geometry.monitors.hooks import ModelHooks
+from topograd.geometry.monitors.moments import RESOLUTION, hidden_of
 from topograd.geometry.monitors.stream import find_layers
-from topograd.geometry.monitors.task_expansion import NORMAL, anisotropy
-from topograd.geometry.reads import read
 
 Side = Literal["up", "down", "both"]
 SIGNALS: Mapping[str, Side] = {
@@ -65,21 +68,24 @@ SIGNALS: Mapping[str, Side] = {
     "dead_units": "up",
     "rank": "down",
     "anisotropy": "both",
-    "gauge_drift": "up",
+    "norm_ratio_drift": "up",
 }
-SLOW = ("update_size", "dead_units", "rank", "anisotropy", "gauge_drift")
+SLOW = ("update_size", "dead_units", "rank", "anisotropy", "norm_ratio_drift")
 """Those that cost more than a norm."""
 DEVIATIONS = 6.0
+NORMAL = 1.4826
+"""The standard deviation of a normal law over its MAD."""
 SLACK = 0.05
 MEMORY = 30
-LEAST = 10
-"""Readings before the first alarm of a signal."""
+MIN_READINGS = 10
+"""Before the first alarm of a signal."""
 REST = 10
 ROWS, CHANNELS = 512, 32
 MAX_CLASSES = 256
-"""Of a larger head, so many random mixtures of its outputs are read."""
+MIXTURES = 64
+"""Blocks of classes of a head with more than MAX_CLASSES."""
 Writer = Callable[[int, Mapping[str, float]], None]
-"""Takes a step and the signals of it."""
+"""Takes a step and its signals."""
 
 
 class HasTotal(Protocol):
@@ -92,7 +98,7 @@ class HasTotal(Protocol):
 
 @dataclass(frozen=True)
 class Alarm:
-    """One signal out of the ordinary."""
+    """An outlier of one signal."""
 
     signal: str
     step: int
@@ -103,7 +109,7 @@ class Alarm:
         return f"step {self.step}: {self.signal} is {self.value:.4g}, usually {self.usual:.4g}"
 
 
-class EarlyWarning(Watching):
+class EarlyWarning(ModelHooks):
     """Reads the signals of one model while it trains."""
 
     def __init__(
@@ -125,17 +131,21 @@ class EarlyWarning(Watching):
         """
         super().__init__()
         if min(every, slow_every) < 1:
-            raise GeometryError(
-                f"every is {every}, slow_every {slow_every}: read each step (1) or one in so many"
-            )
+            name, value = ("every", every) if every < 1 else ("slow_every", slow_every)
+            raise GeometryError(setting=name, given=value, allowed="at least 1 step")
         wanted = list(SIGNALS) if signals is None else list(signals)
         if unknown := [name for name in wanted if name not in SIGNALS]:
-            raise GeometryError(setting="signal", given=unknown[0], allowed=f"from {', '.join(SIGNALS)}")
+            raise GeometryError(setting="signals", given=unknown[0], allowed=f"from {', '.join(SIGNALS)}")
         self._model, self._optimizer, self._writer = model, optimizer, writer
         self._every, self._slow_every = every, slow_every
-        self._wanted, self.missing = wanted, dict[str, str]()
+        self._wanted = wanted
         self._head = _find_head(model, head)
-        self._layer = _last_layer(model, layers)
+        self._layer: nn.Module | None = None
+        try:
+            self._layer = list(find_layers(model, layers).values())[-1]
+        except GeometryError:
+            if layers is not None:
+                raise
         self._pairs = _neighbours(model)
         self._maps = _maps(model)
         self._start = self._log_ratios()
@@ -147,7 +157,15 @@ class EarlyWarning(Watching):
         self.alarms: list[Alarm] = []
         self.norms: HasTotal | None = None
         """Where the norm of gradients is read instead, if they are clipped before `read`."""
-        self._note_missing()
+        no_head = None if self._head is not None else "no head was found; give head="
+        reasons = {
+            "update_size": None if optimizer is not None else "no optimizer was given",
+            "logit_size": no_head,
+            "anisotropy": no_head,
+            "rank": None if self._layer is not None else "no list of layers was found; give layers=",
+            "norm_ratio_drift": None if self._pairs else "no two maps in a row were found",
+        }
+        self.missing = {name: why for name, why in reasons.items() if why and name in wanted}
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the second moments of this one from now on."""
@@ -162,8 +180,11 @@ class EarlyWarning(Watching):
             handles.append(self._head.register_forward_hook(self._see_head))
         return handles
 
-    def read(self, step: int, loss: Tensor | float) -> list[Alarm]:
-        """The alarms of this step; call it after backward and before gradients are clipped."""
+    def read(self, step: int, loss: Tensor | float | None) -> list[Alarm]:
+        """The alarms of this step; call it after backward and before gradients are clipped.
+
+        Where there is no loss, None, the other signals are read.
+        """
         if step < self._next:
             return []
         self._next = step + self._every
@@ -172,17 +193,17 @@ class EarlyWarning(Watching):
             self._next_slow = step + self._slow_every
         values = {name: value for name, value in self._values(loss) if math.isfinite(value) or name == "loss"}
         self._seen.clear()
-        found = [alarm for name, value in values.items() if (alarm := self._judge(name, step, value))]
-        self.alarms += found
+        raised = [alarm for name, value in values.items() if (alarm := self._judge(name, step, value))]
+        self.alarms += raised
         if self._writer is not None:
-            self._writer(step, {**values, **{f"alarm/{alarm.signal}": 1.0 for alarm in found}})
-        return found
+            self._writer(step, {**values, **{f"alarm/{alarm.signal}": 1.0 for alarm in raised}})
+        return raised
 
     def _judge(self, name: str, step: int, value: float) -> Alarm | None:
         past = self._past[name]
         here = math.log(value) if 0 < value < math.inf else (math.inf if not math.isfinite(value) else -50.0)
         alarm = None
-        if len(past) >= LEAST and self._quiet[name] <= 0:
+        if len(past) >= MIN_READINGS and self._quiet[name] <= 0:
             median = statistics.median(past)
             spread = statistics.median(abs(one - median) for one in past)
             away = {"up": here - median, "down": median - here, "both": abs(here - median)}[SIGNALS[name]]
@@ -195,36 +216,33 @@ class EarlyWarning(Watching):
         return alarm
 
     @torch.no_grad()
-    def _values(self, loss: Tensor | float) -> Iterator[tuple[str, float]]:
+    def _values(self, loss: Tensor | float | None) -> Iterator[tuple[str, float]]:
         readers: dict[str, Callable[[], Tensor | float | None]] = {
-            "loss": lambda: loss.detach() if isinstance(loss, Tensor) else float(loss),
+            "loss": lambda: loss.detach() if isinstance(loss, Tensor) else loss,
             "gradient_norm": self._gradient_norm,
             "update_size": self._update_size,
             "logit_size": lambda: self._seen.get("logits"),
             "dead_units": self._dead_units,
             "rank": self._rank,
             "anisotropy": self._anisotropy,
-            "gauge_drift": self._drift,
+            "norm_ratio_drift": self._drift,
         }
-        found: dict[str, Tensor | float] = {}
+        signals: dict[str, Tensor | float] = {}
         for name in self._wanted:
             if name in self.missing or (name in SLOW and not self._slow_now):
                 continue
             if (value := readers[name]()) is not None:
-                found[name] = value
-        waiting = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        numbers = dict(zip(waiting, read([value.reshape(()) for value in waiting.values()]), strict=True))
-        yield from ((name, numbers.get(name, value)) for name, value in found.items())
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._model.parameters() if p.grad is not None]
+                signals[name] = value
+        waiting = {name: value for name, value in signals.items() if isinstance(value, Tensor)}
+        numbers = dict(zip(waiting, to_host([value.reshape(()) for value in waiting.values()]), strict=True))
+        yield from ((name, numbers.get(name, value)) for name, value in signals.items())
 
     def _gradient_norm(self) -> Tensor | float | None:
         if self.norms is not None:
             return self.norms.total()
-        found = self._gradients()
-        norms = torch._foreach_norm(found) if found else ()
-        return torch.stack([norm.float() for norm in norms]).norm() if found else None
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norms = torch._foreach_norm(gradients) if gradients else ()
+        return torch.stack([norm.float() for norm in norms]).norm() if norms else None
 
     def _update_size(self) -> float | None:
         """√ mean of g² / v, over the tensors of one dimension and the head: where spikes begin."""
@@ -239,12 +257,12 @@ class EarlyWarning(Watching):
                     continue
                 sums.append((p.grad.square() / v.clamp_min(1e-16)).clamp_max(1e6).sum())
                 count += p.numel()
-        return math.sqrt(sum(read(sums)) / count) if count else None
+        return math.sqrt(sum(to_host(sums)) / count) if count else None
 
     def _dead_units(self) -> float | None:
         sizes = [p.grad.abs().amax(1) for p in self._maps if p.grad is not None]
         rows = sum(len(size) for size in sizes)
-        return 1 + 100 * sum(read([(size == 0).sum() for size in sizes])) / rows if rows else None
+        return 1 + 100 * sum(to_host([(size == 0).sum() for size in sizes])) / rows if rows else None
 
     def _rank(self) -> float | None:
         rows = self._seen.get("rows")
@@ -253,13 +271,14 @@ class EarlyWarning(Watching):
         return float(effective_rank(torch.linalg.svdvals(rows.float())))
 
     def _anisotropy(self) -> float | None:
-        rows = self._seen.get("gradients")
-        if rows is None or rows.shape[1] < 2 or not rows.any():
+        softmax = "gradients" in self._seen  # signed sums of classes have no such direction
+        rows = self._seen.get("gradients", self._seen.get("mixtures"))
+        if rows is None or rows.shape[1] < 3 or not rows.any():
             return None
         rows = rows.double()
         factor = rows.mT @ rows / len(rows)
         ridge = 1e-9 * factor.diagonal().mean() * torch.eye(len(factor), dtype=factor.dtype).to(factor)
-        return anisotropy(factor + ridge, softmax=False)
+        return anisotropy(factor + ridge, softmax=softmax)
 
     def _drift(self) -> float | None:
         now = self._log_ratios()
@@ -297,23 +316,39 @@ class EarlyWarning(Watching):
 
     def _see_head_gradient(self, gradient: Tensor) -> None:
         rows = _sampled_rows(gradient)
-        if rows.shape[1] > MAX_CLASSES:
-            generator = torch.Generator().manual_seed(0)
-            mix = torch.randn(rows.shape[1], MAX_CLASSES // 4, generator=generator).to(rows)
-            rows = rows @ mix
-        else:
-            rows = rows[:, :-1] - rows[:, 1:]  # without the softmax direction
-        self._seen["gradients"] = rows
+        classes = rows.shape[1]
+        if classes <= MAX_CLASSES:
+            self._seen["gradients"] = rows
+            return
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, (classes,), generator=generator).to(rows) * 2 - 1
+        blocks = (torch.arange(classes) * MIXTURES // classes).to(rows.device)
+        self._seen["mixtures"] = rows.new_zeros(len(rows), MIXTURES).index_add_(1, blocks, rows * signs)
 
-    def _note_missing(self) -> None:
-        reasons = {
-            "update_size": None if self._optimizer is not None else "no optimizer was given",
-            "logit_size": None if self._head is not None else "no head was found; give head=",
-            "anisotropy": None if self._head is not None else "no head was found; give head=",
-            "rank": None if self._layer is not None else "no list of layers was found; give layers=",
-            "gauge_drift": None if self._pairs else "no two maps in a row were found",
-        }
-        self.missing.update({name: why for name, why in reasons.items() if why and name in self._wanted})
+
+def anisotropy(factor: Tensor, *, softmax: bool) -> float:
+    """λ_max / λ_min of a symmetric factor, without the 1-direction if it is a softmax head's.
+
+    >>> anisotropy(torch.diag(torch.tensor([1.0, 2.0, 8.0])), softmax=False)
+    8.0
+    """
+    size = len(factor) if factor.dim() else 0
+    if factor.shape != (size, size) or size < 2 + softmax:
+        shape = tuple(factor.shape)
+        raise GeometryError(setting="factor", given=shape, allowed=f"a square of at least {2 + softmax}")
+    factor = factor.detach().double()
+    if not factor.isfinite().all():
+        raise GeometryError(setting="factor", given="not finite", remedy="look at the gradients")
+    if softmax:  # an orthonormal basis of what is orthogonal to (1, ..., 1), from a Householder reflection
+        v = torch.ones(size, dtype=torch.float64, device=factor.device)
+        v[0] += math.sqrt(size)
+        basis = (torch.eye(size).to(v) - 2 * torch.outer(v, v) / (v @ v))[:, 1:]
+        factor = basis.T @ factor @ basis
+    values = torch.linalg.eigvalsh(factor)
+    largest = float(values[-1])
+    if not largest > 0:
+        raise GeometryError(setting="factor", given="zero", remedy="there are no gradients to compare")
+    return largest / max(float(values[0]), RESOLUTION * largest)
 
 
 def _sampled_rows(hidden: Tensor) -> Tensor:
@@ -329,7 +364,10 @@ def _find_head(model: nn.Module, head: str | nn.Module | None) -> nn.Module | No
     if isinstance(head, str):
         if head not in modules:
             raise GeometryError(
-                f"the model has no {head!r}", remedy=f"its last modules are {', '.join(list(modules)[-3:])}"
+                f"the model has no {head!r}",
+                setting="head",
+                given=head,
+                remedy=f"its last modules are {', '.join(list(modules)[-3:])}",
             )
         return modules[head]
     for name in ("lm_head", "head", "classifier"):
@@ -337,15 +375,6 @@ def _find_head(model: nn.Module, head: str | nn.Module | None) -> nn.Module | No
             return modules[name]
     maps = [module for module in modules.values() if isinstance(module, nn.Linear)]
     return maps[-1] if maps else None
-
-
-def _last_layer(model: nn.Module, layers: Sequence[nn.Module] | str | None) -> nn.Module | None:
-    try:
-        return list(find_layers(model, layers).values())[-1]
-    except GeometryError:
-        if layers is not None:
-            raise
-        return None
 
 
 def _maps(model: nn.Module) -> list[nn.Parameter]:
@@ -356,7 +385,7 @@ def _maps(model: nn.Module) -> list[nn.Parameter]:
 
 def _neighbours(model: nn.Module) -> list[tuple[str, str]]:
     """Maps in a row: outputs of the first are as many as the inputs of the next, below one module."""
-    found = []
+    pairs = []
     for path, module in model.named_modules():
         own = [
             (f"{path}.{name}.weight".lstrip("."), child.weight.shape)
@@ -367,6 +396,6 @@ def _neighbours(model: nn.Module) -> list[tuple[str, str]]:
         ]
         for (one, first), (other, second) in pairwise(own):
             if first[0] == second[1]:
-                found.append((one, other))
+                pairs.append((one, other))
     named = dict(model.named_parameters())
-    return [pair for pair in found if pair[0] in named and pair[1] in named]
+    return [pair for pair in pairs if pair[0] in named and pair[1] in named]

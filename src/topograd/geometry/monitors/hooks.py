@@ -1,4 +1,4 @@
-"""What watches a model only while it is entered: hooks go in at the door and out again, come what may."""
+"""A context manager for module hooks: registered on entry, removed on exit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Self
 from torch.utils.hooks import RemovableHandle
 
 
-class Watching(ABC):
-    """A context manager around hooks."""
+class ModelHooks(ABC):
+    """Hooks on a model for as long as the context is entered."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
     @abstractmethod
     def _attach(self) -> list[RemovableHandle]:
-        """Put the hooks in."""
+        """Register the hooks."""
 
     def __enter__(self) -> Self:
         self._handles += self._attach()

@@ -1,4 +1,4 @@
-"""The kernel of a LayerNorm: the direction in which its outputs never vary, read from its gain alone.
+"""LayerNorm kernels: the direction in which a norm's outputs never vary, from its gain alone.
 
 Statement. LayerNorm is y = γ ⊙ Πx / s + β with Π = I - 11ᵀ/d. Since Π1 = 0, for every distribution of x,
 
@@ -15,10 +15,10 @@ eigenvectors U of Cov(y), with the share of the variance inside the kernel:
 Symbols and shapes. d channels, γ (d,), v (d,), y (n, d). Cost: O(d) for the kernel; 2 n d² + O(d³) for the
 cosine.
 Source: "Dead Directions: Geometric Singular Learning", Proposition 63 and Remark 65.
-Limits. The kernel holds for any weights, trained or not: it says nothing of learning, and after a LayerNorm
-σ_min is no rate. It is computed in float64; the share is read by projecting each sample, so it goes down to
-the rounding of y itself (about 1e-16 for float32 outputs). If Cov(y) has other directions as flat as that,
-which eigenvector is the bottom one is chance, and the cosine is low with a share of zero.
+Limits. The kernel holds for any weights, trained or not, and after a LayerNorm σ_min is no rate. It is
+computed in float64; the share is read by projecting each sample, so it goes down to the rounding of y itself
+(about 1e-16 for float32 outputs). If Cov(y) has other directions as flat as that, which eigenvector is the
+bottom one is chance, and the cosine is low with a share of zero.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.hooks import Watching
+from topograd.geometry.monitors.hooks import ModelHooks
 from topograd.geometry.monitors.massive_activations import massive_rows
 from topograd.geometry.monitors.moments import Moments, hidden_of
 
@@ -54,7 +54,7 @@ class KernelReading:
     exact: bool
     """Whether the kernel is a theorem for this module (LayerNorm) or only compared (RMSNorm)."""
     without_massive: KernelReading | None = None
-    """The same without rows whose inputs are massive (`massive.py`), where there are any."""
+    """The same without rows whose inputs are massive (`massive_activations.py`), where there are any."""
 
     @property
     def found(self) -> bool:
@@ -63,7 +63,7 @@ class KernelReading:
 
 
 def layernorm_kernel(module: nn.Module) -> Tensor:
-    """The unit direction v (d,) that a LayerNorm kills; (d, m) where m > 1 of its gains are dead.
+    """The unit direction v (d,) that a LayerNorm removes; (d, m) where m > 1 of its gains are dead.
 
     >>> norm = nn.LayerNorm(4)
     >>> layernorm_kernel(norm).tolist()
@@ -72,12 +72,13 @@ def layernorm_kernel(module: nn.Module) -> Tensor:
     if not isinstance(module, nn.LayerNorm):
         raise GeometryError(
             f"{type(module).__name__} has no kernel that its gain alone fixes",
-            remedy="only nn.LayerNorm, which subtracts the mean, has one",
+            setting="module",
+            given=type(module).__name__,
+            allowed="an nn.LayerNorm, which subtracts the mean",
         )
     if len(module.normalized_shape) != 1:
         raise GeometryError(
-            f"this LayerNorm is over dimensions {tuple(module.normalized_shape)}",
-            remedy="the kernel is known for one",
+            setting="normalized_shape", given=tuple(module.normalized_shape), allowed="one dimension"
         )
     if module.weight is None:
         return inverse_gain(torch.ones(module.normalized_shape[0], dtype=torch.float64))
@@ -88,11 +89,12 @@ def inverse_gain(gain: Tensor) -> Tensor:
     """γ⁻¹ / ‖γ⁻¹‖ (d,), or e_i for each dead gain γ_i: (d,) for one, (d, m) for m of them."""
     gain = gain.detach().double()
     if gain.dim() != 1 or not len(gain):
-        raise GeometryError(f"a gain of shape {tuple(gain.shape)}: give one number for each channel")
+        raise GeometryError(setting="gain", given=tuple(gain.shape), allowed="one number for each channel")
     if not gain.isfinite().all():
         where = int((~gain.isfinite()).nonzero()[0])
+        value = gain[where].item()
         raise GeometryError(
-            f"gain {where} of {len(gain)} is {gain[where].item()}", remedy="the weights are damaged"
+            f"gain {where} of {len(gain)} is {value}", setting="gain", given=value, allowed="finite"
         )
     zeros = gain.abs() <= DEAD * gain.abs().max()
     if zeros.any():
@@ -107,36 +109,36 @@ def kernel_cosine(module: nn.Module | Tensor, outputs: Tensor) -> KernelReading:
 
     The module may be an RMSNorm, or a gain alone, for comparison; then nothing promises a kernel.
     """
-    watched = _Watched("the outputs", module)
-    watched.add(outputs)
-    return watched.reading()
+    statistics = _NormStatistics("the outputs", module)
+    statistics.add(outputs)
+    return statistics.reading()
 
 
-class KernelMonitor(Watching):
-    """Watches the outputs of every normalisation of a model for as long as it is entered."""
+class KernelMonitor(ModelHooks):
+    """Reads the outputs of every normalisation of a model for as long as it is entered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._norms = find_norms(model)
-        self._watched = {name: _Watched(name, norm) for name, norm in self._norms.items()}
+        self._statistics = {name: _NormStatistics(name, norm) for name, norm in self._norms.items()}
 
     def _attach(self) -> list[RemovableHandle]:
-        return [norm.register_forward_hook(self._see(name)) for name, norm in self._norms.items()]
+        return [norm.register_forward_hook(self._hook(name)) for name, norm in self._norms.items()]
 
     def readings(self) -> dict[str, KernelReading]:
         """A reading for each normalisation that ran, by name."""
-        return {name: watched.reading() for name, watched in self._watched.items() if watched.count}
+        return {name: one.reading() for name, one in self._statistics.items() if one.count}
 
     def unused(self) -> tuple[str, ...]:
         """The normalisations that never ran."""
-        return tuple(name for name, watched in self._watched.items() if not watched.count)
+        return tuple(name for name, one in self._statistics.items() if not one.count)
 
-    def _see(self, name: str) -> Any:
+    def _hook(self, name: str) -> Any:
         def see(norm: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            found = hidden_of(output, name)
-            given = args[0] if args and isinstance(args[0], Tensor) else found
-            apart = massive_rows(given) if given.shape == found.shape else None
-            self._watched[name].add(found, apart)
+            hidden = hidden_of(output, name)
+            inputs = args[0] if args and isinstance(args[0], Tensor) else hidden
+            apart = massive_rows(inputs) if inputs.shape == hidden.shape else None
+            self._statistics[name].add(hidden, apart)
 
         return see
 
@@ -151,23 +153,23 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
 
     Normalisations over several dimensions or over the batch are left out: see `other_norms`.
     """
-    found: dict[str, nn.Module] = {}
+    norms: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.LayerNorm):
             if len(module.normalized_shape) == 1:
-                found[name] = module
+                norms[name] = module
         elif _like_rmsnorm(module):
-            found[name] = module
-    return found
+            norms[name] = module
+    return norms
 
 
 def other_norms(model: nn.Module) -> dict[str, str]:
     """The normalisations that `find_norms` leaves out, and their classes."""
-    found = find_norms(model)
+    covered = find_norms(model)
     return {
         name: type(module).__name__
         for name, module in model.named_modules()
-        if name not in found and isinstance(module, _OTHER)
+        if name not in covered and isinstance(module, _OTHER)
     }
 
 
@@ -180,21 +182,26 @@ def _like_rmsnorm(module: nn.Module) -> bool:
     return named and isinstance(weight, Tensor) and weight.dim() == 1
 
 
-class _Watched:
+class _NormStatistics:
     """One normalisation: its direction, and the moments of its outputs and of their projections."""
 
     def __init__(self, name: str, module: nn.Module | Tensor) -> None:
         self.name = name
         self.exact = isinstance(module, nn.LayerNorm)
-        self._kept, self._apart = _Rows(name), _Rows(name)
+        self._rest, self._apart = _Rows(name), _Rows(name)
         try:
-            self._kernel = _direction(module)
+            if isinstance(module, nn.LayerNorm):
+                self._kernel: Tensor | None = layernorm_kernel(module)
+            else:
+                gain = module if isinstance(module, Tensor) else getattr(module, "weight", None)
+                self._kernel = inverse_gain(gain) if isinstance(gain, Tensor) else None
         except GeometryError as problem:
-            raise GeometryError(f"{name}: {problem}") from None
+            fields = {"setting": problem.setting, "given": problem.given}
+            raise GeometryError(f"{name}: {problem}", **fields) from None
 
     @property
     def count(self) -> int:
-        return self._kept.outputs.count + self._apart.outputs.count
+        return self._rest.outputs.count + self._apart.outputs.count
 
     def add(self, outputs: Tensor, apart: Tensor | None = None) -> None:
         """Take outputs (..., d); the rows marked `apart` are also left out of a second reading."""
@@ -204,19 +211,21 @@ class _Watched:
         if outputs.shape[-1] != len(kernel):
             raise GeometryError(
                 f"{self.name} has {len(kernel)} gains and outputs of width {outputs.shape[-1]}",
+                setting="outputs",
+                given=outputs.shape[-1],
                 remedy="give the outputs of that module",
             )
         rows = outputs.detach().reshape(-1, len(kernel))
         if apart is not None and apart.any():
             self._apart.add(rows[apart], kernel)
             rows = rows[~apart]
-        self._kept.add(rows, kernel)
+        self._rest.add(rows, kernel)
 
     def reading(self) -> KernelReading:
         if not self._apart.outputs.count:
-            return self._read(self._kept)
-        found = self._read(self._kept.joined(self._apart))
-        return replace(found, without_massive=self._read(self._kept))
+            return self._read(self._rest)
+        whole = self._read(self._rest.joined(self._apart))
+        return replace(whole, without_massive=self._read(self._rest))
 
     def _read(self, rows: _Rows) -> KernelReading:
         covariance = rows.outputs.covariance
@@ -224,7 +233,9 @@ class _Watched:
         kernel = self._kernel.to(covariance.device).reshape(len(covariance), -1)
         total = float(covariance.trace())
         if total == 0:
-            raise GeometryError(f"the outputs of {self.name} do not vary", remedy="give different samples")
+            raise GeometryError(
+                f"the outputs of {self.name} do not vary", setting="outputs", remedy="give different samples"
+            )
         bottom = torch.linalg.eigh(covariance).eigenvectors[:, : kernel.shape[1]]
         cosine = float(torch.linalg.svdvals(kernel.T @ bottom)[-1])
         share = float(rows.inside.covariance.trace()) / total
@@ -245,12 +256,3 @@ class _Rows:
         both = _Rows(self.outputs.name)
         both.outputs, both.inside = self.outputs.joined(other.outputs), self.inside.joined(other.inside)
         return both
-
-
-def _direction(module: nn.Module | Tensor) -> Tensor | None:
-    if isinstance(module, Tensor):
-        return inverse_gain(module)
-    if isinstance(module, nn.LayerNorm):
-        return layernorm_kernel(module)
-    weight = getattr(module, "weight", None)
-    return inverse_gain(weight) if isinstance(weight, Tensor) else None

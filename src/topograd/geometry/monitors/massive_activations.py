@@ -1,13 +1,13 @@
-"""Massive activations: the few positions of a stream whose numbers are hundreds of times the others'.
+"""Massive activations: the few positions of a residual stream that are hundreds of times the others.
 
 Statement. A row h of a layer's output is massive if
 
     max_i |h_i| > `TIMES` · median over rows of rms(h).
 
 In trained language models these are the first position and some delimiters, from some layer on, in the same
-few channels. They are a constant that attention uses as a place to look at, not what a text says, and they
-hide everything else: the second moment is theirs, the effective rank falls to theirs, and behind a norm such
-a row is one fixed vector. So every reading is made twice, with them and without.
+few channels. They are a constant that attention uses as a sink, independent of the text, and they hide
+everything else: the second moment is theirs, the effective rank falls to theirs, and after a norm such a row
+is one fixed vector. So every reading is made twice, with them and without.
 
 Symbols and shapes. h (..., d): rows of all positions. Cost: one pass over the activations.
 Source: Sun, Chen, Kolter and Liu, "Massive Activations in Large Language Models"; the threshold is ours,
@@ -28,7 +28,7 @@ TIMES = 100.0
 
 @dataclass(frozen=True)
 class MassiveLayer:
-    """What one layer's output has of them."""
+    """The massive rows of one layer's output."""
 
     layer: str
     rows: int
@@ -53,7 +53,7 @@ def massive_rows(hidden: Tensor) -> Tensor:
 
 
 def massive_layer(name: str, hidden: Tensor, mask: Tensor) -> MassiveLayer | None:
-    """What the massive rows of one batch are at a layer; None where there are none."""
+    """The massive rows of one batch at a layer; None where there are none."""
     if not mask.any():
         return None
     most = hidden.detach().reshape(-1, hidden.shape[-1])[mask].abs().amax(0)
@@ -64,5 +64,5 @@ def together(one: MassiveLayer | None, other: MassiveLayer | None) -> MassiveLay
     """Both batches as one."""
     if one is None or other is None:
         return one or other
-    more = max(one, other, key=lambda found: found.largest)
+    more = max(one, other, key=lambda layer: layer.largest)
     return MassiveLayer(one.layer, one.rows + other.rows, more.largest, more.channel)

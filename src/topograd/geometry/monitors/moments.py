@@ -1,4 +1,4 @@
-"""Mean and scatter of activations, added up batch by batch in float64.
+"""Mean and scatter of activations, accumulated over batches in float64.
 
 Statement. For rows h_1..h_n (a row is one sample, or one position of one sample) with mean m,
 
@@ -49,14 +49,19 @@ class Moments:
         if self.count and rows.shape[1] != len(self.mean):
             raise GeometryError(
                 f"{self.name} had width {len(self.mean)} and now {rows.shape[1]}",
-                remedy="watch a layer of one width",
+                setting="values",
+                given=rows.shape[1],
+                allowed=f"of width {len(self.mean)}",
             )
         self._coarsest = max(self._coarsest, torch.finfo(rows.dtype).eps)
         rows = rows.double()
         mean = rows.mean(0)
         if not mean.isfinite().all():
             raise GeometryError(
-                f"{self.name} is not finite", remedy="look for the first layer that overflows"
+                f"{self.name} is not finite",
+                setting="values",
+                given=self.name,
+                remedy="look for the first layer that overflows",
             )
         rows = rows - mean
         self._join(len(rows), mean, rows.T @ rows)
@@ -84,7 +89,13 @@ class Moments:
     @property
     def covariance(self) -> Tensor:
         """C (d, d)."""
-        self._need_rows()
+        if not self.count:
+            raise GeometryError(
+                f"{self.name} has no samples",
+                setting="count",
+                given=0,
+                remedy="run the model on some while it is monitored",
+            )
         return self.scatter / self.count
 
     @property
@@ -103,21 +114,16 @@ class Moments:
         values = torch.linalg.eigvalsh(self.second_moment).flip(0)
         return torch.where(values > self.resolution * values[0], values, 0.0).sqrt()
 
-    def _need_rows(self) -> None:
-        if not self.count:
-            raise GeometryError(
-                f"{self.name} has no samples", remedy="run the model on some while it is watched"
-            )
-
 
 def hidden_of(output: Any, name: str) -> Tensor:
-    """The tensor among what a layer takes or gives: itself, the first of a tuple, or `last_hidden_state`."""
+    """The hidden states of a layer's output: itself, the first of a tuple, or `last_hidden_state`."""
     if isinstance(output, Mapping):
         output = output.get("last_hidden_state", next(iter(output.values()), None))
     if isinstance(output, tuple | list) and output:
         output = output[0]
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2:
+        kind = type(output).__name__
         raise GeometryError(
-            f"{name} gives {type(output).__name__}", remedy="watch layers that give rows of floats"
+            f"{name} gives a {kind}", setting="layers", given=kind, allowed="layers that give rows of floats"
         )
     return output

@@ -1,4 +1,4 @@
-"""Accumulation or compression: whether a training is an approach that a rate can be read from.
+"""Training phase, accumulation or compression: whether rates can be read along it.
 
 Statement. Over a window of readings of the weight norm ‖w‖ and of the bottom σ_min (of a layer's
 activations, of the stream, or √λ_min of a factor), let Δ be the total change of the logarithm along a
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.reads import read
+from topograd.geometry.host_copy import to_host
 
 Phase = Literal["accumulation", "compression", "undecided"]
 CHANGE = 0.01
@@ -54,9 +54,9 @@ class PhaseReading:
 
 def weight_norm(model: nn.Module) -> float:
     """‖w‖ over all parameters, each once, in float64."""
-    squares = read([parameter.detach().double().square().sum() for parameter in model.parameters()])
+    squares = to_host([parameter.detach().double().square().sum() for parameter in model.parameters()])
     if not squares:
-        raise GeometryError(f"{type(model).__name__} has no parameters", remedy="a weight norm needs some")
+        raise GeometryError(f"{type(model).__name__} has no parameters", setting="model")
     return math.sqrt(math.fsum(squares))
 
 
@@ -68,12 +68,15 @@ def read_phase(norms: Sequence[float], sigmas: Sequence[float]) -> PhaseReading:
     'compression'
     """
     if len(norms) != len(sigmas) or not norms:
-        raise GeometryError(f"{len(norms)} norms and {len(sigmas)} σ_min: give as many of each, at least one")
-    for name, values in (("weight norm", norms), ("σ_min", sigmas)):
+        raise GeometryError(
+            f"there are {len(norms)} norms and {len(sigmas)} σ_min",
+            setting="sigmas",
+            given=len(sigmas),
+            remedy="give as many of each, at least one",
+        )
+    for name, values in (("norms", norms), ("sigmas", sigmas)):
         if not all(math.isfinite(value) and value > 0 for value in values):
-            raise GeometryError(
-                f"a {name} among {list(values)} is not a positive number", remedy="leave such a window out"
-            )
+            raise GeometryError(setting=name, given=list(values), allowed="positive numbers")
     if len(norms) < READINGS:
         return PhaseReading("undecided", math.nan, math.nan, math.nan, math.nan, len(norms))
     norm, sigma = _change(norms), _change(sigmas)

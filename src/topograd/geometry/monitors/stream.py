@@ -1,4 +1,4 @@
-"""The residual stream by depth: does the weakest active direction of the input still reach every layer?
+"""Residual stream by depth: the weakest active direction of the input at every layer.
 
 Statement. With H_0 the input of the first layer, H_l the output of layer l and r the rank of H_0, the
 reading is
@@ -22,10 +22,11 @@ residual nets (width 16, 12 layers, three seeds) go .96 → .82 with branches of
 Limits. Gated skips, Peri-LN and post-norm blocks are outside the corollary: their profile is a description,
 not a test, and the verdict says so. They are known by a norm that runs after the last map of a layer: its
 output is the layer's (post-norm) or is added to the skip (Peri-LN). A norm that is no module, and a gate, are
-not seen. Massive rows (`massive.py`) are set apart over all layers at once, so one pass is held in memory.
+not seen. Massive rows (`massive_activations.py`) are separated over all layers at once, so one pass is held
+in memory.
 The weakest direction is that of the sample: a fresh MiniLM ends at 2.5 on 2048 tokens and at
 1.0 on 4096. Directions below the resolution of the numbers are not active (see `moments.py`): in bfloat16
-that is most of them. Layers compiled by torch are watched as they run, which breaks their graphs.
+that is most of them. Hooks on layers compiled by torch break their graphs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.hooks import Watching
+from topograd.geometry.monitors.hooks import ModelHooks
 from topograd.geometry.monitors.layernorm import normalises
 from topograd.geometry.monitors.massive_activations import MassiveLayer, massive_layer, massive_rows, together
 from topograd.geometry.monitors.moments import Moments, hidden_of
@@ -62,7 +63,7 @@ class StreamProfile:
     """σ_r(H_l) / √n, l = 0..L."""
     effective_ranks: tuple[float, ...]
     outside: str | None = None
-    """Why the corollary does not speak of these layers."""
+    """Why the corollary does not cover these layers."""
     massive: tuple[MassiveLayer, ...] = ()
     """The layers with massive rows, which this profile holds or leaves out."""
 
@@ -90,21 +91,19 @@ class StreamProfile:
 
     @property
     def verdict(self) -> str:
-        """In words: preserved, falling, dipping, or gone; and whether the corollary says anything of it."""
-        found = self._shape()
-        return found if self.outside is None else f"{found} ({self.outside}: described, not tested)"
-
-    def _shape(self) -> str:
+        """Preserved, falling, dipping or gone; and whether the corollary covers these layers."""
         gone = [name for name, ratio in zip(self.names, self.ratios, strict=True) if ratio <= 0]
         if gone:
-            return f"below resolution after {', '.join(gone)}"
-        if self.dips:
-            return f"dips at {', '.join(self.dips)}"
-        return "falling with depth" if self.trend < FALLING else "preserved"
+            shape = f"below resolution after {', '.join(gone)}"
+        elif self.dips:
+            shape = f"dips at {', '.join(self.dips)}"
+        else:
+            shape = "falling with depth" if self.trend < FALLING else "preserved"
+        return shape if self.outside is None else f"{shape} ({self.outside}: described, not tested)"
 
 
-class StreamMonitor(Watching):
-    """Watches a model's layers for as long as it is entered.
+class StreamMonitor(ModelHooks):
+    """Reads a model's layers for as long as it is entered.
 
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     >>> with StreamMonitor(model, list(model)) as monitor:
@@ -122,15 +121,17 @@ class StreamMonitor(Watching):
     ) -> None:
         super().__init__()
         if rank is not None and rank < 1:
-            raise GeometryError(f"rank is {rank}: give 1 or more, or None for the rank of the input")
+            raise GeometryError(
+                setting="rank", given=rank, allowed="at least 1, or None for the rank of the input"
+            )
         self._layers = find_layers(model, layers)
         self._rank = rank
         self.reset()
 
     def reset(self) -> None:
-        """Forget the samples so far."""
+        """Drop the samples so far."""
         names = ("the input", *self._layers)
-        self._kept = [Moments(name) for name in names]
+        self._rest = [Moments(name) for name in names]
         self._apart = [Moments(name) for name in names]
         self._massive: dict[str, MassiveLayer | None] = {}
         self._pass: list[tuple[int, Tensor]] = []
@@ -138,10 +139,10 @@ class StreamMonitor(Watching):
 
     def _attach(self) -> list[RemovableHandle]:
         first, *_ = self._layers.values()
-        seen = [first.register_forward_pre_hook(self._see_input, with_kwargs=True)]
+        handles = [first.register_forward_pre_hook(self._see_input, with_kwargs=True)]
         outputs = enumerate(self._layers.items(), 1)
-        seen += [layer.register_forward_hook(self._see_output(i, name)) for i, (name, layer) in outputs]
-        return seen + [module.register_forward_hook(self._see_part) for module in parts_of(first)]
+        handles += [layer.register_forward_hook(self._see_output(i, name)) for i, (name, layer) in outputs]
+        return handles + [module.register_forward_hook(self._see_part) for module in parts_of(first)]
 
     def profile(self, rank: int | None = None, *, massive: bool = True) -> StreamProfile:
         """The reading of all samples since the last `reset`, at `rank`, or at the one of the monitor.
@@ -149,28 +150,22 @@ class StreamMonitor(Watching):
         Without `massive`, rows that are massive at some layer are left out at all of them.
         """
         self._end_pass()
-        found = [kept.joined(apart) for kept, apart in zip(self._kept, self._apart, strict=True)]
-        return self._profile(found if massive else self._kept, rank)
-
-    def second_moment(self) -> Tensor:
-        """HᵀH / n behind the last layer, of all samples since the last `reset`."""
-        self._end_pass()
-        return self._kept[-1].joined(self._apart[-1]).second_moment
-
-    def _profile(self, all_moments: Sequence[Moments], rank: int | None) -> StreamProfile:
+        all_moments = self._rest
+        if massive:
+            all_moments = [rest.joined(apart) for rest, apart in zip(self._rest, self._apart, strict=True)]
         widths = {len(moments.mean) for moments in all_moments if moments.count}
         if len(widths) > 1:
             raise GeometryError(
                 f"the layers have widths {sorted(widths)}: that is no residual stream",
-                remedy="give layers of one",
+                setting="layers",
+                given=sorted(widths),
+                remedy="give layers of one width",
             )
         spectra = torch.stack([moments.singular_values() for moments in all_moments])
         active = int((spectra[0] > 0).sum())
         rank = rank or self._rank or active
         if not 1 <= rank <= active:
-            raise GeometryError(
-                f"rank {rank} was asked for and the input has {active}", remedy="give at most that"
-            )
+            raise GeometryError(setting="rank", given=rank, allowed=f"from 1 to the input's {active}")
         return StreamProfile(
             names=tuple(self._layers),
             rank=rank,
@@ -182,24 +177,29 @@ class StreamMonitor(Watching):
             massive=tuple(one for one in self._massive.values() if one is not None),
         )
 
+    def second_moment(self) -> Tensor:
+        """HᵀH / n after the last layer, of all samples since the last `reset`."""
+        self._end_pass()
+        return self._rest[-1].joined(self._apart[-1]).second_moment
+
     def _see_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_pass()
         self._last_part: tuple[nn.Module, Any] | None = None
-        found = hidden_of(args or tuple(kwargs.values()), "the input of the first layer")
-        self._pass.append((0, found.detach().clone()))  # the model may overwrite its own
+        hidden = hidden_of(args or tuple(kwargs.values()), "the input of the first layer")
+        self._pass.append((0, hidden.detach().clone()))  # the model may overwrite its own
 
     def _see_part(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._last_part = (part, output)
 
     def _see_output(self, place: int, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            found = hidden_of(output, name)
+            hidden = hidden_of(output, name)
             if place == 1 and self._last_part is not None:
                 part, last = self._last_part
                 if normalises(part):
-                    same = isinstance(last, Tensor) and last.data_ptr() == found.data_ptr()
-                    self._outside = "post-norm layers" if same else "layers with a norm behind their last map"
-            self._pass.append((place, found.detach().clone()))
+                    same = isinstance(last, Tensor) and last.data_ptr() == hidden.data_ptr()
+                    self._outside = "post-norm layers" if same else "layers with a norm after their last map"
+            self._pass.append((place, hidden.detach().clone()))
 
         return see
 
@@ -216,11 +216,11 @@ class StreamMonitor(Watching):
             rows = hidden.reshape(-1, hidden.shape[-1])
             mask = own if apart is None else apart.to(own.device)
             some = bool(mask.any()) if shared is None else shared
-            self._kept[place].add(rows[~mask] if some else rows)
+            self._rest[place].add(rows[~mask] if some else rows)
             if some:
                 self._apart[place].add(rows[mask])
-            found = massive_layer(names[place], hidden, own)
-            self._massive[names[place]] = together(self._massive.get(names[place]), found)
+            here = massive_layer(names[place], hidden, own)
+            self._massive[names[place]] = together(self._massive.get(names[place]), here)
         self._pass.clear()
 
 
@@ -234,22 +234,25 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | str | None = Non
         if layers not in names.values():
             lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
             raise GeometryError(
-                f"the model has no {layers!r}", remedy=f"lists of layers in it: {lists or 'none'}"
+                f"the model has no {layers!r}",
+                setting="layers",
+                given=layers,
+                allowed=f"one of its lists {lists or '(there is none)'}",
             )
-        found: list[nn.Module] = list(model.get_submodule(layers).children())
-    elif layers is not None:
-        found = list(layers)
+        listed: list[nn.Module] = list(model.get_submodule(layers).children())
     else:
-        found = list(_main_list(model))
-    if not found:
+        listed = list(_main_list(model) if layers is None else layers)
+    if not listed:
         raise GeometryError(
-            "there are no layers to watch", remedy="give a list of modules, or the name of one"
+            "there are no layers", setting="layers", given=layers, allowed="a list of modules, or its name"
         )
-    if len(set(found)) < len(found):
+    if len(set(listed)) < len(listed):
         raise GeometryError(
-            "a layer is listed twice", remedy="its outputs at different depths cannot be told apart"
+            "a layer is listed twice",
+            setting="layers",
+            remedy="its outputs at different depths cannot be told apart",
         )
-    return {names.get(module) or f"layer {i}": module for i, module in enumerate(found, 1)}
+    return {names.get(module) or f"layer {i}": module for i, module in enumerate(listed, 1)}
 
 
 def parts_of(layer: nn.Module) -> list[nn.Module]:
@@ -269,7 +272,8 @@ def _main_list(model: nn.Module) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise GeometryError(
-            f"{type(model).__name__} has no list of layers to find",
+            f"{type(model).__name__} has no list of layers",
+            setting="layers",
             remedy="give layers=[...] or a dotted name",
         )
     return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))

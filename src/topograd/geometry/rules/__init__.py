@@ -1,4 +1,4 @@
-"""Predicted rates: describe a network that approaches a singularity, and get the power of t at every node."""
+"""Predicted rates of described networks: the power of t at every node."""
 
 from topograd.geometry.rules.architectures import (
     Architecture,

@@ -1,4 +1,4 @@
-"""Descriptions of networks whose rates are known: plain data, checked where they are made.
+"""Descriptions of networks whose rates are known.
 
 Statement. Every description fixes a network and an approach to a singularity: all its weights are
 blockdiag(R, t) with a random live block R of their own and one dead unit that the layers share, t → 0. A
@@ -10,9 +10,9 @@ power of t of dead direction i in W_l; κ that of a bias; q a norm between h_q a
 attention or of a gated MLP.
 Cost: none. Source: "Dead Directions: Geometric Singular Learning", §3 (approach), §9 and appendix A
 (departures).
-Limits. What the theory does not cover is refused by name: gated skips, norms after the sum or on both sides
-of a branch, BatchNorm and GroupNorm, grouped heads, RoPE, experts and state-space layers, and two departures
-whose joint rule nobody has derived.
+Limits. Not covered, GeometryError: gated skips, norms after the sum or on both sides of a branch, BatchNorm
+and GroupNorm, grouped heads, RoPE, experts and state-space layers, and two departures without a known joint
+rule.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from topograd.errors import GeometryError
 
@@ -89,47 +90,30 @@ class Chain:
         _one_of("norm", self.norm, ("none", "layernorm", "rmsnorm"))
         _one_of("live", self.live, ("random", "identity"))
         self._check_shape()
-        self._check_graph()
         self._check_norm()
         self._check_together()
 
     def _check_shape(self) -> None:
-        if self.widths and (len(self.widths) != self.depth + 1 or min(self.widths) < 2):
-            raise GeometryError(f"widths {self.widths}: give {self.depth + 1} of at least 2, d_0 to d_L")
-        if any(len(row) != self.depth or min(row) < 1 for row in self.exponents):
-            raise GeometryError(
-                f"exponents {self.exponents}: give {self.depth} whole powers from 1 for every dead direction"
-            )
+        depth = self.depth
+        if self.widths and (len(self.widths) != depth + 1 or min(self.widths) < 2):
+            _refuse("widths", self.widths, f"{depth + 1} numbers of at least 2, d_0 to d_L")
+        if any(len(row) != depth or min(row) < 1 for row in self.exponents):
+            _refuse("exponents", self.exponents, f"{depth} whole powers from 1 for every dead direction")
         if self.directions >= self.rank:
-            raise GeometryError(
-                f"{self.directions} dead directions in a width of {self.rank}: leave a live unit, or widen it"
-            )
-        if not (0 <= self.noise < math.inf and 0 <= self.rotation < math.inf):
-            raise GeometryError(
-                f"noise {self.noise}, rotation {self.rotation}: give finite numbers from 0 on"
-            )
-
-    def _check_graph(self) -> None:
-        for a, b in self.skips:
-            if not 0 <= a < b <= self.depth:
-                raise GeometryError(f"a skip {a}→{b}: give 0 <= a < b <= {self.depth}, the depth")
-        if len(set(self.skips)) < len(self.skips):
-            raise GeometryError(f"skips {self.skips}: name each once")
+            _refuse("exponents", self.directions, f"fewer dead directions than the width {self.rank}")
+        for name, number in (("noise", self.noise), ("rotation", self.rotation)):
+            if not 0 <= number < math.inf:
+                _refuse(name, number, "finite and at least 0")
+        if any(not 0 <= a < b <= depth for a, b in self.skips) or len(set(self.skips)) < len(self.skips):
+            _refuse("skips", self.skips, f"different pairs (a, b) with 0 <= a < b <= {depth}")
 
     def _check_norm(self) -> None:
         if (self.norm == "none") != (not self.norm_at):
-            raise GeometryError(
-                f"norm {self.norm} at {self.norm_at}: give a norm and its positions, or neither"
-            )
+            _refuse("norm_at", self.norm_at, "given with a norm, and only then")
         if any(not 1 <= q < self.depth for q in self.norm_at) or len(set(self.norm_at)) < len(self.norm_at):
-            raise GeometryError(
-                f"{self.norm} at {self.norm_at}: give different positions from 1 to {self.depth - 1}"
-            )
+            _refuse("norm_at", self.norm_at, f"different positions from 1 to {self.depth - 1}")
         if self.norm_at and self.activation == "relu" and self.width < LIVE:
-            raise GeometryError(
-                f"ReLU under a norm at width {self.width}: samples lack a live channel",
-                remedy=f"give {LIVE} or more",
-            )
+            _refuse("width", self.width, f"at least {LIVE} for a ReLU under a norm")
 
     def _check_together(self) -> None:
         """Departures whose joint rule has not been derived."""
@@ -141,7 +125,10 @@ class Chain:
         joint = set(given) <= fine and not {"widths", "skips"} <= set(given)
         if len(given) > 1 and not joint:
             raise GeometryError(
-                f"{' with '.join(given)}: no joint rule is known", remedy="describe one at a time"
+                f"no joint rule is known for {' with '.join(given)}",
+                setting=given[0],
+                given=given,
+                remedy="describe one at a time",
             )
 
     @property
@@ -217,9 +204,9 @@ class Attention:
         _whole("width", self.width, 2 * self.heads)
         _one_of("wiring", self.wiring, ("chain", "residual", "pre-norm"))
         if self.width % self.heads:
-            raise GeometryError(f"width {self.width} in {self.heads} heads: give a multiple of the heads")
+            _refuse("width", self.width, f"a multiple of the {self.heads} heads")
         if self.powers and (len(self.powers) != self.heads or min(self.powers) < 1):
-            raise GeometryError(f"powers {self.powers}: give {self.heads} whole powers from 1, one a head")
+            _refuse("powers", self.powers, f"{self.heads} whole powers from 1, one a head")
 
     @property
     def dead(self) -> dict[int, int]:
@@ -271,12 +258,10 @@ class Block:
     weights: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("block", self.kind, ("mlp", "residual", "attention"))
+        _one_of("kind", self.kind, ("mlp", "residual", "attention"))
         _whole("weights", self.weights, 1)
         if self.kind != "mlp" and self.weights != 1:
-            raise GeometryError(
-                f"{self.weights} weights in a block {self.kind}: only an mlp counts its weights"
-            )
+            _refuse("weights", self.weights, f"1 in a block {self.kind}: only an mlp counts its weights")
 
     @property
     def amplitude(self) -> int:
@@ -303,7 +288,7 @@ class Composition:
         _whole("width", self.width, 2)
         _whole("tokens", self.tokens, 2)
         if not self.blocks:
-            raise GeometryError("a composition of no blocks: give one or more")
+            _refuse("blocks", self.blocks, "one or more")
 
     def __str__(self) -> str:
         return " → ".join(map(str, self.blocks))
@@ -342,14 +327,14 @@ Architecture = Chain | Attention | GatedStack | Composition | Mixer
 
 def _whole(name: str, given: int, least: int) -> None:
     if not isinstance(given, int) or isinstance(given, bool) or given < least:
-        raise GeometryError(f"{name} {given}: give a whole number of at least {least}")
+        _refuse(name, given, f"a whole number of at least {least}")
 
 
 def _one_of(name: str, given: str, allowed: Sequence[str]) -> None:
-    for site, reason in OUTSIDE.items():
-        if given == site or given.startswith(f"{site}-"):
-            raise GeometryError(
-                f"{name} {given} is outside the theory: {reason}", remedy=f"give {', '.join(allowed)}"
-            )
+    reasons = [why for site, why in OUTSIDE.items() if given == site or given.startswith(f"{site}-")]
     if given not in allowed:
-        raise GeometryError(f"{name} {given}: give one of {', '.join(allowed)}")
+        _refuse(name, given, f"one of {', '.join(allowed)}", *reasons[:1])
+
+
+def _refuse(setting: str, given: object, allowed: str, reason: str = "") -> NoReturn:
+    raise GeometryError(setting=setting, given=given, allowed=allowed, remedy=reason)

@@ -1,4 +1,4 @@
-"""Predicted rates of blocks: attention chains, gated MLPs, compositions, pre-norm transformers.
+"""Predicted rates of attention chains, gated MLPs, compositions and pre-norm transformers.
 
 Statement. With f_m the amplitude of the dead component after block m (f_0 = 0) and b_m that of the gradient
 at the input of block m (b_{M+1} = 0), blocks whose transfer is scalar add their rates β_m:
@@ -25,7 +25,7 @@ f_{m-1}, which gives the D* = p + 1 that the paper fits as 2 and leaves open (Re
 of gated stacks (Remark 115 adds). Corollary 68 reports additivity for all pairs of an attention block and
 an mlp of two weights; with attention first the gradient at the input has slope 4 in our measurement, not 8.
 Where every head h has a dead channel with t^{α_h}, each has α_h times these rates: a head's scores and values
-hear no other head's dead channel. (Derived here; the paper leaves several heads open.)
+do not depend on another head's dead channel. (Derived here; the paper leaves several heads open.)
 
 Limits. Dead units in the same places of all blocks.
 """
@@ -62,11 +62,14 @@ def predict(architecture: Architecture) -> tuple[Prediction, ...]:
             return _gated(architecture)
         case Composition():
             return _composition(architecture)
-        case Mixer():
-            return _mixer(architecture)
+        case Mixer():  # nothing vanishes beside an identity
+            source, blocks = f"{PAPER}, Corollary 58", range(1, architecture.blocks + 1)
+            sigmas = [Prediction(f"sigma_min(stream_{m})", 0.0, source, "an amplitude") for m in blocks]
+            return (*sigmas, *(Prediction(f"gradient_{m}", 0.0, source) for m in blocks))
     raise GeometryError(
-        f"a {type(architecture).__name__} is no architecture: "
-        "give a Chain, Attention, GatedStack, Composition or Mixer"
+        setting="architecture",
+        given=architecture,
+        allowed="a Chain, Attention, GatedStack, Composition or Mixer",
     )
 
 
@@ -87,74 +90,65 @@ def amplitudes(blocks: tuple[Block, ...]) -> tuple[list[int], list[int]]:
 
 
 def _attention(net: Attention) -> tuple[Prediction, ...]:
-    found: list[Prediction] = []
-    for i, power in enumerate(net.dead.values()):
-        own = _beside_stream(net) if net.wiring != "chain" else _attention_chain(net)
-        note = "its own head's scores and values alone carry it: α times the rate of t" if net.powers else ""
-        found += [
-            replace(
-                said,
-                node=net.node(said.node, i),
-                slope=None if said.slope is None else power * said.slope,
-                source=DERIVED if net.powers else said.source,
-                note=note or said.note,
-            )
-            for said in own
-        ]
-    return tuple(found)
-
-
-def _beside_stream(net: Attention) -> list[Prediction]:
-    """Blocks beside an identity, one dead channel."""
-    return [
+    predictions: list[Prediction] = []
+    beside = [  # blocks beside an identity, one dead channel
         Prediction(f"{part}_{p}", slope, f"{PAPER}, Remark 56")
         for p in range(1, net.blocks + 1)
         for part, slope in (("Q", 2.0), ("K", 2.0), ("V", 2.0), ("O", 0.0))
     ]
+    for i, power in enumerate(net.dead.values()):
+        own = beside if net.wiring != "chain" else _attention_chain(net)
+        note = "its own head's scores and values alone carry it: α times the rate of t" if net.powers else ""
+        predictions += [
+            replace(
+                one,
+                node=net.node(one.node, i),
+                slope=None if one.slope is None else power * one.slope,
+                source=DERIVED if net.powers else one.source,
+                note=note or one.note,
+            )
+            for one in own
+        ]
+    return tuple(predictions)
 
 
 def _attention_chain(net: Attention) -> list[Prediction]:
-    """Blocks one after another, one dead channel."""
+    """Blocks in a chain, one dead channel."""
     forward, backward = amplitudes((Block("attention"),) * net.blocks)
     refined = f"{PAPER}, Proposition 69"
-    found = []
+    predictions = []
     for p in range(1, net.blocks + 1):
         out = 2.0 * backward[p]
         capped = p + 1 < net.blocks - p
         note = f"through the scores of block {p + 1}: D* = p + 1 (the paper fits 2)" if capped else ""
         source = DERIVED if capped else refined
-        found += [Prediction(f"{part}_{p}", 4.0 * p - 2, refined) for part in "QK"]
-        found += [Prediction(f"V_{p}", out + 2, source, note), Prediction(f"O_{p}", out, source, note)]
-    found.append(Prediction("output", 2.0 * forward[-1], f"{PAPER}, Theorem 66"))
+        predictions += [Prediction(f"{part}_{p}", 4.0 * p - 2, refined) for part in "QK"]
+        predictions += [Prediction(f"V_{p}", out + 2, source, note), Prediction(f"O_{p}", out, source, note)]
+    predictions.append(Prediction("output", 2.0 * forward[-1], f"{PAPER}, Theorem 66"))
     note = "not additive: through the scores of block 1" if net.blocks > 1 else ""
-    found.append(Prediction("input gradient", 2.0 * backward[0], f"{PAPER}, Theorem 67, Remark 32", note))
-    return found
+    predictions.append(
+        Prediction("input gradient", 2.0 * backward[0], f"{PAPER}, Theorem 67, Remark 32", note)
+    )
+    return predictions
 
 
 def _gated(net: GatedStack) -> tuple[Prediction, ...]:
     M, source = net.blocks, f"{PAPER}, Proposition 114"
     note = "quadratic in the dead component: 3 (2^M - 1), not 3 M (the paper adds)" if M > 1 else ""
-    found = [Prediction("output", 6.0 * (2**M - 1), DERIVED if M > 1 else source, note)]
+    predictions = [Prediction("output", 6.0 * (2**M - 1), DERIVED if M > 1 else source, note)]
     for m in range(1, M + 1):
-        found.append(Prediction(f"gradient_{m}", 6.0 * (2**M - 2 ** (m - 1)), DERIVED))
-    return tuple(found)
+        predictions.append(Prediction(f"gradient_{m}", 6.0 * (2**M - 2 ** (m - 1)), DERIVED))
+    return tuple(predictions)
 
 
 def _composition(net: Composition) -> tuple[Prediction, ...]:
     forward, backward = amplitudes(net.blocks)
-    source, found = f"{PAPER}, Theorem 30", []
+    source, predictions = f"{PAPER}, Theorem 30", []
     for m in range(1, len(net.blocks) + 1):
         added = sum(block.amplitude for block in net.blocks[m - 1 :])
         additive = backward[m - 1] == added
         note = "" if additive else f"not additive ({2 * added}): attention's scores are a shorter way back"
         where = source if additive else DERIVED
-        found.append(Prediction(f"gradient_{m}", 2.0 * backward[m - 1], where, note))
-    found += [Prediction(f"output_{m}", 2.0 * f, source) for m, f in enumerate(forward) if m]
-    return tuple(found)
-
-
-def _mixer(net: Mixer) -> tuple[Prediction, ...]:
-    source = f"{PAPER}, Corollary 58"
-    blocks = range(1, net.blocks + 1)
-    found = [Prediction(f"sigma_min(stream_{m})", 0.0, source, "an amplitude") for m in blocks]
-    return (*found, *(Prediction(f"gradient_{m}", 0.0, source) for m in blocks))
+        predictions.append(Prediction(f"gradient_{m}", 2.0 * backward[m - 1], where, note))
+    predictions += [Prediction(f"output_{m}", 2.0 * f, source) for m, f in enumerate(forward) if m]
+    return tuple(predictions)

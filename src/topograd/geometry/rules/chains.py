@@ -1,4 +1,4 @@
-"""Predicted rates: the power of t at every node of a described network, without running it.
+"""Predicted rates of chains: the power of t at every node.
 
 Statement. A node is read by its second moment along the dead direction (amplitudes where it says so). In a
 chain take a graph whose weights cost α_{i,l}, identity skips 0, projected skips 1, and a bias t^κ an entry
@@ -17,12 +17,12 @@ amplitude b_l = D_b(l):
 where linear and ReLU chains obey the second at their topmost RMSNorm only: below it ⟨g, ẑ⟩ = 0 by scale
 invariance.
 
-Symbols: architectures.py. Cost: O(L + skips). Blocks of attention and gated MLPs: rules_blocks.py.
+Symbols: architectures.py. Cost: O(L + skips). Blocks of attention and gated MLPs: blocks.py.
 Source: "Dead Directions: Geometric Singular Learning", Theorem 21 (ladder), Remark 23 (noise-free), Theorem
 36 (cross-entropy), Theorem 43 and Definition 49 (graphs), Theorems 103, 106, 112 (widths, directions,
 biases). Derived here: both rules for norms (Proposition 60 gives a bracket for LayerNorm and carries the
-ladder over to RMSNorm unchanged, which our measurement contradicts), and the gauge zero of a square softmax
-head.
+ladder over to RMSNorm unchanged, which our measurement contradicts), and the symmetric zero of a square
+softmax head.
 Limits. Exponents as t → 0: what a finite window adds is not in them.
 """
 
@@ -39,7 +39,7 @@ DERIVED = "derived here"
 
 @dataclass(frozen=True)
 class Prediction:
-    """What should be measured at a node: a slope, or (slope None) exactly zero, or no reading at all."""
+    """The expected reading of a node: a slope, or (slope None) exactly zero, or no reading at all."""
 
     node: str
     slope: float | None
@@ -62,15 +62,15 @@ def predict_chain(chain: Chain) -> tuple[Prediction, ...]:
         return _rotated(chain)
     if chain.norm_at:
         return _normed(chain)
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     for i in range(chain.directions):
-        found += _direction(chain, i)
+        predictions += _direction(chain, i)
     if chain.loss == "cross-entropy" and chain.activation == "linear" and has_dead_column(chain):
-        found += _smallest_eigenvalues(chain)
+        predictions += _smallest_eigenvalues(chain)
     reach = min(distances(chain, i).forward[-1] for i in range(chain.directions))
     if chain.loss == "squared-error" and reach > 0:
-        found.append(Prediction("K", 2.0 * reach, f"{PAPER}, Theorem 2 with 21"))
-    return tuple(found)
+        predictions.append(Prediction("K", 2.0 * reach, f"{PAPER}, Theorem 2 with 21"))
+    return tuple(predictions)
 
 
 def node(kind: str, layer: int, direction: int, chain: Chain) -> str:
@@ -111,20 +111,22 @@ def _direction(chain: Chain, i: int) -> list[Prediction]:
     note = f"noise-free: the residual t^{residual} adds {2 * residual}" if residual else ""
     backward = {layer: 2.0 * (D.backward[layer] + residual) for layer in layers}
     forward = {layer: 2.0 * D.forward[layer] for layer in range(chain.depth)}
-    found = [Prediction(node("G", layer, i, chain), backward[layer], source, note) for layer in layers]
-    found += [Prediction(node("A", layer, i, chain), forward[layer], source) for layer in range(chain.depth)]
-    found += [
+    predictions = [Prediction(node("G", layer, i, chain), backward[layer], source, note) for layer in layers]
+    predictions += [
+        Prediction(node("A", layer, i, chain), forward[layer], source) for layer in range(chain.depth)
+    ]
+    predictions += [
         Prediction(node("product", layer, i, chain), forward[layer - 1] + backward[layer], source, note)
         for layer in layers
     ]
     if has_dead_column(chain):
-        found += [
+        predictions += [
             Prediction(
                 f"sigma_min(H_{layer})", float(D.forward[layer]), f"{PAPER}, Corollary 26", "an amplitude"
             )
             for layer in range(1, chain.depth)
         ]
-    return found
+    return predictions
 
 
 def _source(chain: Chain) -> str:
@@ -142,7 +144,7 @@ def _source(chain: Chain) -> str:
 
 
 def _smallest_eigenvalues(chain: Chain) -> list[Prediction]:
-    """λ_min of G_l by its Schur complement on the dead row. A square head makes it a gauge zero."""
+    """λ_min of G_l by its Schur complement on the dead row. A square head makes it zero by symmetry."""
     D, layers = distances(chain, 0), range(1, chain.depth + 1)
     if chain.head == "simplex":
         note = "the simplex head has no shift gauge"
@@ -167,19 +169,19 @@ def _normed(chain: Chain) -> tuple[Prediction, ...]:
     dead = "identically 0: LayerNorm's leak is negative and the ReLU above it switches the dead unit off"
     bracket = "LayerNorm resets the amplitude (the paper gives a bracket)"
     cap = "RMSNorm caps the amplitude (the paper carries the ladder over)"
-    found = []
+    predictions = []
     for layer in range(1, chain.depth + 1):
         if (
             chain.norm == "layernorm"
             and chain.activation == "relu"
             and min(chain.norm_at) < layer < chain.depth
         ):
-            found.append(Prediction(f"G_{layer}", None, DERIVED, dead, "zero"))
+            predictions.append(Prediction(f"G_{layer}", None, DERIVED, dead, "zero"))
             continue
         plain = amplitudes[layer] == chain.depth - layer
         note = "" if plain else bracket if chain.norm == "layernorm" else cap
-        found.append(Prediction(f"G_{layer}", 2.0 * amplitudes[layer], DERIVED, note))
-    return tuple(found)
+        predictions.append(Prediction(f"G_{layer}", 2.0 * amplitudes[layer], DERIVED, note))
+    return tuple(predictions)
 
 
 def _layernorm(chain: Chain) -> list[int]:

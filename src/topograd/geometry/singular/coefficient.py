@@ -1,4 +1,4 @@
-"""The local learning coefficient of any model: preconditioned Langevin chains, and whether to believe them.
+"""Local learning coefficient of any model, by preconditioned Langevin chains with a test of calibration.
 
 Statement. L_n(w) is the mean loss of n terms (tokens count one each), w* the model's weights. With nβ, by
 default n / log n,
@@ -45,20 +45,13 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 
 from topograd.errors import DivergenceError, GeometryError
-from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.factors import Batch, Outputs, each_batch
+from topograd.geometry.host_copy import first_not_finite, squared_norm, to_host
 from topograd.geometry.inspection import refuse_quantised
 from topograd.geometry.losses import OwnLoss
 from topograd.geometry.paths import Replaced
-from topograd.geometry.reads import first_not_finite, read, squared_length
 from topograd.geometry.singular.criteria import Waic, waic
-from topograd.geometry.singular.terms import (
-    Weights,
-    each_batch,
-    per_term,
-    refuse_random,
-    rows_of,
-    sampled_weights,
-)
+from topograd.geometry.singular.terms import Weights, per_term, refuse_random, sampled_weights
 
 VIRIAL = 0.15
 AGREE = 1.2
@@ -99,21 +92,19 @@ class Langevin:
 
     def __post_init__(self) -> None:
         if (self.step is not None and not 0 < self.step < math.inf) or not 0 <= self.localization < math.inf:
-            raise GeometryError(
-                f"step {self.step}, localization {self.localization}: give step > 0 and localization >= 0"
-            )
-        if min(self.chains, self.thin) < 1 or self.draws < 8 or self.burn_in < 0:
-            raise GeometryError(
-                f"chains {self.chains}, draws {self.draws}, thin {self.thin}, burn_in {self.burn_in}: give 1 "
-                "or more chains and thin, 8 or more draws, and 0 or more for burn_in"
-            )
+            name = "localization" if self.step is None or 0 < self.step < math.inf else "step"
+            allowed = "above 0" if name == "step" else "at least 0"
+            raise GeometryError(setting=name, given=getattr(self, name), allowed=f"finite and {allowed}")
+        for name, least in (("chains", 1), ("draws", 8), ("thin", 1), ("burn_in", 0)):
+            if (given := getattr(self, name)) < least:
+                raise GeometryError(setting=name, given=given, allowed=f"at least {least}")
         if self.precondition not in ("none", "rmsprop"):
             raise GeometryError(setting="precondition", given=self.precondition, allowed="none or rmsprop")
 
 
 @dataclass(frozen=True)
 class LearningCoefficient:
-    """λ̂ with what it was read from."""
+    """λ̂ with its traces and its calibration."""
 
     value: float
     interval: tuple[float, float]
@@ -134,7 +125,8 @@ class LearningCoefficient:
     """d"""
     waic: Waic | None
     """None where the loss is one number a batch"""
-    wbic: float
+    wbic: float | None
+    """At n_beta = n / log n; None at another."""
     gradients: int
     """Of a batch"""
     evaluations: int
@@ -166,17 +158,18 @@ def learning_coefficient(
     <torch._C.Generator object at ...>
     >>> model, x = nn.Linear(2, 1).double(), torch.randn(300, 2).double()
     >>> few = Langevin(burn_in=60, draws=60, chains=2)
-    >>> found = learning_coefficient(model, "squared-error", (x, model(x).detach()), few)
-    >>> found.calibrated, abs(found.value - 1.5) < 0.5  # three regular weights count one half each
+    >>> result = learning_coefficient(model, "squared-error", (x, model(x).detach()), few)
+    >>> result.calibrated, abs(result.value - 1.5) < 0.5  # three regular weights count one half each
     (True, True)
     """
     settings = Langevin() if settings is None else settings
     refuse_quantised(model)
     center = sampled_weights(model, weights)
     target = _Target(model, loss, list(each_batch(batches)), outputs)
-    tempered = target.terms / math.log(target.terms) if n_beta is None else n_beta
+    default = target.terms / math.log(target.terms)
+    tempered = default if n_beta is None else n_beta
     if not 0 < tempered < math.inf:
-        raise GeometryError(f"n_beta is {n_beta}: give a positive number")
+        raise GeometryError(setting="n_beta", given=n_beta, allowed="a positive number")
     if settings.step is None:
         settings = replace(settings, step=_bearable_step(target, center, tempered, settings, seed))
     base = target.losses(center)
@@ -205,7 +198,7 @@ def learning_coefficient(
         step=settings.step,
         weights=sum(w.numel() for w in center.values()),
         waic=waic(-terms.flatten(0, 1), tempered / target.terms) if target.each_term else None,
-        wbic=target.terms * float(terms.mean()),
+        wbic=target.terms * float(terms.mean()) if math.isclose(tempered, default) else None,
         gradients=settings.chains * steps,
         evaluations=(settings.chains * settings.draws + 1) * len(target.batches),
     )
@@ -222,23 +215,31 @@ class _Target:
         self._loss = per_term(loss)
         self.batches = batches
         if not batches:
-            raise GeometryError("there are no batches", remedy="give at least one pair (inputs, targets)")
+            raise GeometryError(
+                "there are no batches", setting="batches", remedy="give at least one pair (inputs, targets)"
+            )
         with torch.no_grad():
             first = [self._of(batch, {}) for batch in batches]
         self.each_term = all(part.dim() > 0 for part in first)
         sizes = [
-            part.numel() if part.dim() else rows_of(batch) for part, batch in zip(first, batches, strict=True)
+            part.numel() if part.dim() or targets is None else len(targets)
+            for part, (_, targets) in zip(first, batches, strict=True)
         ]
         self.terms = sum(sizes)
         if self.terms < 3:
-            raise GeometryError(f"{self.terms} loss terms: log log n needs 3 or more")
+            raise GeometryError(
+                f"there are {self.terms} loss terms",
+                setting="batches",
+                given=self.terms,
+                allowed="at least 3",
+            )
         self._shares = [size / self.terms for size in sizes]
 
     def _of(self, batch: Batch, weights: Weights) -> Tensor:
         inputs, targets = batch
         if targets is None:
             raise GeometryError(
-                "a batch has no targets", remedy="a likelihood needs them: give (inputs, targets)"
+                "a batch has no targets", setting="batches", remedy="give pairs (inputs, targets)"
             )
         return self._loss(self._network(weights, inputs), targets)
 
@@ -257,9 +258,9 @@ class _Target:
         learning = {name: w.detach().requires_grad_() for name, w in weights.items()}
         with torch.enable_grad():
             value = self._of(batch, learning).mean()
-            found = torch.autograd.grad(value, list(learning.values()), allow_unused=True)
+            gradients = torch.autograd.grad(value, list(learning.values()), allow_unused=True)
         filled = [
-            torch.zeros_like(w) if g is None else g for w, g in zip(learning.values(), found, strict=True)
+            torch.zeros_like(w) if g is None else g for w, g in zip(learning.values(), gradients, strict=True)
         ]
         return value.detach(), dict(zip(learning, filled, strict=True))
 
@@ -282,7 +283,7 @@ def _chain(
     assert settings.step is not None
     weights = {name: w.clone() for name, w in center.items()}
     scale = _Preconditioner(settings.precondition, center)
-    kept: list[Tensor] = []
+    draws: list[Tensor] = []
     values: list[Tensor] = []
     virial: list[Tensor] = []
     size = sum(w.numel() for w in center.values())
@@ -293,7 +294,15 @@ def _chain(
         value, gradient = target.gradient(weights, target.batches[place])
         values.append(value)
         if (i + 1) % every == 0 or i + 1 == steps:
-            _look(values[i - i % every :], i - i % every, number, settings.step)
+            first = i - i % every
+            for at, loss_value in enumerate(to_host(values[first:]), first):
+                if not math.isfinite(loss_value):
+                    raise DivergenceError(
+                        f"the loss of chain {number} is {loss_value} at step {at}",
+                        setting="step",
+                        given=settings.step,
+                        remedy="choose a smaller one, or leave it out",
+                    )
         burning = i < settings.burn_in
         scale.see(gradient, learn=burning)
         moved: list[Tensor] = []
@@ -307,19 +316,9 @@ def _chain(
         if not burning:
             virial.append(torch.stack([part.to(moved[0]) for part in moved]))
             if (i - settings.burn_in + 1) % settings.thin == 0:
-                kept.append(target.losses(weights))
-    each = [sum(parts) / size for parts in read(virial)]
-    return _Chain(torch.stack(kept), sum(each) / len(each))
-
-
-def _look(values: list[Tensor], first: int, number: int, step: float) -> None:
-    """Whether the losses of some steps are numbers; `first` is the first of these steps."""
-    for i, value in enumerate(read(values), first):
-        if not math.isfinite(value):
-            raise DivergenceError(
-                f"the loss of chain {number} is {value} at step {i}: step {step:g} is too large",
-                remedy="choose a smaller one, or leave it out",
-            )
+                draws.append(target.losses(weights))
+    each = [sum(parts) / size for parts in to_host(virial)]
+    return _Chain(torch.stack(draws), sum(each) / len(each))
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -358,7 +357,7 @@ class _Preconditioner:
 
 
 def _total(parts: Weights) -> Tensor:
-    """The sum over all tensors, one after the other, in float64 where the device has it."""
+    """The sum over all tensors, in order, in float64 where the device has it."""
     has_none = any(part.device.type == "mps" for part in parts.values())
     first, *others = (part.sum().to(torch.float32 if has_none else torch.float64) for part in parts.values())
     return functools.reduce(torch.add, others, first)
@@ -388,17 +387,19 @@ def _bearable_step(target: _Target, center: Weights, tempered: float, settings: 
 def _sharpest(target: _Target, weights: Weights, turns: int, generator: torch.Generator) -> float:
     """The largest curvature of batches at these weights that power iteration finds."""
     x = {name: _noise(w, generator) for name, w in weights.items()}
-    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(squared_length(weights.values())), 1e-3)
+    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(squared_norm(weights.values())), 1e-3)
     for i in range(turns):
-        size = math.sqrt(squared_length(x.values())) or 1.0
+        size = math.sqrt(squared_norm(x.values())) or 1.0
         batch = target.batches[i % len(target.batches)]
         ahead = {name: w + reach / size * x[name] for name, w in weights.items()}
         behind = {name: w - reach / size * x[name] for name, w in weights.items()}
         up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
         x = {name: (up[name] - down[name]) / (2 * reach) for name in weights}
-        sharpest = max(sharpest, math.sqrt(squared_length(x.values())))
+        sharpest = max(sharpest, math.sqrt(squared_norm(x.values())))
     if not math.isfinite(sharpest):
-        raise DivergenceError("the loss is not finite around the weights", remedy="give a trained model")
+        raise DivergenceError(
+            "the loss is not finite around the weights", setting="model", remedy="give a trained model"
+        )
     return sharpest
 
 

@@ -1,4 +1,4 @@
-"""WAIC of posterior draws, and what λ and ν say about losses at any temperature.
+"""WAIC of posterior draws, and its relation to λ and ν at any temperature.
 
 Statement. A posterior ∝ exp(-nβ L_n(w)) φ(w), L_n the mean of -log p(x_i|w), the true density in the model,
 with the loss L_0. With λ of the crossing and ν of the fluctuation at the same β,
@@ -12,7 +12,7 @@ Symbols and shapes. log p(x_i | w_s) is a matrix (draws, data), draws from the p
 Cost: one pass over it.
 Source: "Dead Directions: Geometric Singular Learning", §13.5; Watanabe, "Mathematical Theory of Bayesian
 Statistics" and "Asymptotic equivalence of Bayes cross validation and WAIC in singular learning theory".
-Limits. Leading order in 1/n. ν depends on β (see `fluctuation.py`).
+Limits. Leading order in 1/n. ν depends on β (see `invariants.py`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ class Waic:
 def waic(log_likelihoods: Tensor, beta: float = 1.0) -> Waic:
     """WAIC from log p(x_i | w_s), shape (draws, data), with draws from the posterior at this β."""
     if log_likelihoods.dim() != 2 or log_likelihoods.shape[0] < 2 or log_likelihoods.shape[1] < 1:
-        raise GeometryError(
-            f"log-likelihoods of shape {tuple(log_likelihoods.shape)}: give (draws, data), 2 draws or more"
-        )
+        shape = tuple(log_likelihoods.shape)
+        raise GeometryError(setting="log_likelihoods", given=shape, allowed="(draws, data), 2 draws or more")
     if not beta > 0:
-        raise GeometryError(f"beta is {beta}: an inverse temperature is positive")
+        raise GeometryError(setting="beta", given=beta, allowed="above 0, as inverse temperatures are")
     logs = log_likelihoods.detach().double()
     if not torch.isfinite(logs).all():
         draw, datum = (~torch.isfinite(logs)).nonzero()[0].tolist()
+        value = logs[draw, datum].item()
         raise GeometryError(
-            f"the log-likelihood of draw {draw} at datum {datum} is {logs[draw, datum].item()}"
+            f"the log-likelihood of draw {draw} at datum {datum} is {value}",
+            setting="log_likelihoods",
+            given=(draw, datum),
         )
     draws, n = logs.shape
     T = float(-(logs.logsumexp(0) - math.log(draws)).mean())

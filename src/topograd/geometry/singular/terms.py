@@ -1,23 +1,22 @@
-"""Loss terms, batches and weights of a sampler: what is asked of a model before chains run."""
+"""Loss terms and sampled weights of Langevin chains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch
+from topograd.geometry.host_copy import check_finite
 from topograd.geometry.losses import IGNORED, OwnLoss
-from topograd.geometry.reads import first_not_finite
 
 Weights = dict[str, Tensor]
 
 
 def per_term(loss: str | OwnLoss) -> OwnLoss:
+    """The function from outputs and targets to the loss of each term."""
     if loss == "cross-entropy":
         return _CrossEntropy()
     if loss == "squared-error":
@@ -25,7 +24,7 @@ def per_term(loss: str | OwnLoss) -> OwnLoss:
     if isinstance(loss, str):
         raise GeometryError(setting="loss", given=loss, allowed="cross-entropy, squared-error, or a function")
     if not callable(loss):
-        raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
+        raise GeometryError(setting="loss", given=loss, allowed="a name or a function")
     return loss
 
 
@@ -45,51 +44,43 @@ class _CrossEntropy:
         return F.cross_entropy(flat, labels, reduction="none")
 
 
-def each_batch(batches: Any) -> Iterable[Batch]:
-    pair = (
-        isinstance(batches, tuple | list) and len(batches) == 2 and not isinstance(batches[0], tuple | list)
-    )
-    for batch in [batches] if pair else batches:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise GeometryError(f"a batch of type {type(batch).__name__}: give pairs (inputs, targets)")
-        yield batch[0], batch[1]
-
-
-def rows_of(batch: Batch) -> int:
-    return len(batch[1]) if batch[1] is not None else 0
-
-
-def sampled_weights(model: nn.Module, chosen: str | Sequence[str] | None) -> Weights:
-    """The weights to sample, or why there are none."""
-    asked = (chosen,) if isinstance(chosen, str) else chosen
-    found = {
+def sampled_weights(model: nn.Module, names: str | Sequence[str] | None) -> Weights:
+    """Copies of the weights of these names, or below these modules; of all that learn where there is None."""
+    names = (names,) if isinstance(names, str) else names
+    weights = {
         name: p.detach().clone()
         for name, p in model.named_parameters()
-        if (p.requires_grad if asked is None else any(name == a or name.startswith(f"{a}.") for a in asked))
+        if (p.requires_grad if names is None else any(name == a or name.startswith(f"{a}.") for a in names))
     }
-    if not found:
+    if not weights:
         known = ", ".join(list(dict(model.named_parameters()))[:4])
-        what = "requires a gradient" if asked is None else f"is named {', '.join(asked or ())}"
-        raise GeometryError(f"no parameter {what}: there is nothing to sample (there are {known}, ...)")
-    for name, weight in found.items():
+        what = "requires a gradient" if names is None else f"is named {', '.join(names)}"
+        raise GeometryError(
+            f"no parameter {what}", setting="weights", given=names, remedy=f"the model has {known}, ..."
+        )
+    for name, weight in weights.items():
         if weight.dtype in (torch.bfloat16, torch.float16):
+            kind = str(weight.dtype).removeprefix("torch.")
             raise GeometryError(
-                f"parameter {name} is {str(weight.dtype).removeprefix('torch.')}, which rounds a "
-                "step of a chain away",
+                f"parameter {name} is {kind}, which rounds a step of a chain away",
+                setting="model",
+                given=kind,
                 remedy="call model.float() first",
             )
-    bad = first_not_finite(found)
-    if bad is not None:
-        raise GeometryError(f"parameter {bad} has values that are not finite: give a trained model")
-    return found
+    check_finite(weights)
+    return weights
 
 
 def refuse_random(model: nn.Module) -> None:
+    """Raise GeometryError for dropout and batch statistics that are switched on."""
     for name, module in model.named_modules():
         random = (isinstance(module, nn.Dropout) and module.p > 0) or isinstance(
             module, nn.modules.batchnorm._BatchNorm
         )
         if random and module.training:
             raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode", remedy="call model.eval() first"
+                f"{name} is a {type(module).__name__} in training mode",
+                setting="model",
+                given=name,
+                remedy="call model.eval() first",
             )

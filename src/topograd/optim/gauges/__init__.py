@@ -1,4 +1,4 @@
-"""Symmetries of networks: each names its tensors and says how they move, what is invariant, and checks it."""
+"""Gauges: symmetries of networks with their tensors, actions, invariants and checks."""
 
 from topograd.optim.gauges.base import Gauge
 from topograd.optim.gauges.homogeneous import ChainedReLURescale, LNScale, ReLURescale

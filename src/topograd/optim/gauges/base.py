@@ -1,8 +1,8 @@
-"""What a gauge is: a group that moves some parameters of a network and leaves its function alone.
+"""The `Gauge` interface: a group that moves some parameters of a network and leaves its function alone.
 
 Statement. A gauge is a group G acting on the tensors θ that it names, with f(g·θ) = f(θ) for every g. At θ,
 
-    vertical     the tangent of the orbit G·θ: directions along which nothing that f says can change
+    vertical     the tangent of the orbit G·θ: directions along which f cannot change
     horizontal   a complement of it that G respects; the gradient lives there, ⟨∇L, vertical⟩ = 0
     invariants   functions of θ that are constant on orbits and, together, tell orbits apart
 
@@ -72,14 +72,14 @@ class Gauge(ABC):
 
     @abstractmethod
     def invariants(self, parameters: Parameters) -> dict[str, Tensor]:
-        """What is the same for all points of an orbit, and different for different orbits."""
+        """Tensors that are the same for all points of an orbit, and different for different orbits."""
 
     @abstractmethod
     def drift(self, before: Parameters, after: Parameters) -> float:
         """How far the tensors moved along the orbit: a length, in log-norms for rescalings."""
 
     def horizontal(self, parameters: Parameters, vectors: Parameters) -> dict[str, Tensor]:
-        """What is left of a displacement without its vertical part."""
+        """A displacement without its vertical part."""
         vertical = self.vertical(parameters, vectors)
         return {name: vectors[name] - vertical[name] for name in self.names}
 
@@ -100,7 +100,9 @@ class Gauge(ABC):
         network = Response(run, dict(twin.named_parameters()))
         if not network.before:
             raise OptimError(
-                f"{type(model).__name__} returned no floating tensor", remedy="pass a function of the model"
+                f"{type(model).__name__} returned no floating tensor",
+                setting="example",
+                remedy="pass a function of the model",
             )
         names = {id(parameter): name for name, parameter in twin.named_parameters()}
         moved = self.act(every, self.element(every, generator))
@@ -148,7 +150,11 @@ def default_example(model: nn.Module) -> Tensor:
         if isinstance(module, nn.Linear):
             rows = torch.randn(4, module.in_features, generator=generator, dtype=torch.float64)
             return rows.to(module.weight)
-    raise OptimError(f"no default example for {type(model).__name__}", remedy="pass residual(model, example)")
+    raise OptimError(
+        f"there is no default example for {type(model).__name__}",
+        setting="example",
+        remedy="pass residual(model, example)",
+    )
 
 
 def find(gauge: Gauge, parameters: Parameters) -> list[Tensor]:
@@ -156,7 +162,9 @@ def find(gauge: Gauge, parameters: Parameters) -> list[Tensor]:
     for name in gauge.names:
         if name not in parameters:
             known = ", ".join(list(parameters)[:4]) or "none"
-            raise OptimError(f"{gauge} names {name!r}, which is not among the parameters ({known}, ...)")
+            raise OptimError(
+                f"{gauge} names {name!r}", setting="gauges", given=name, allowed=f"a parameter ({known}, ...)"
+            )
     return [parameters[name] for name in gauge.names]
 
 
@@ -164,7 +172,9 @@ def distinct(gauge: Gauge, minimum: int = 1) -> None:
     """Raise OptimError if a gauge names a tensor twice or too few of them."""
     names = gauge.names
     if len(set(names)) < len(names) or len(names) < minimum:
-        raise OptimError(f"{gauge} must name at least {minimum} tensors, each once")
+        raise OptimError(
+            f"{gauge} must name at least {minimum} tensors, each once", setting="names", given=names
+        )
 
 
 def names_of(given: str | Iterable[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The rescalings of homogeneous networks: a ReLU pair, a chain of them, and the gain of a norm.
+"""Rescaling gauges of homogeneous networks: a ReLU pair, a chain of them, and the gain of a norm.
 
 Statement. An activation of degree p has σ(c x) = c^p σ(x) for c > 0: ReLU p = 1, ReLU² p = 2. Hence
 
@@ -33,8 +33,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from topograd.errors import OptimError
 from topograd.optim.gauges.base import Gauge, Parameters, distinct, find, names_of
@@ -90,7 +88,11 @@ class ChainedReLURescale(Rescaling):
         object.__setattr__(self, "biases", tuple(self.biases) or (None,) * inner)
         object.__setattr__(self, "degrees", tuple(self.degrees) or (1.0,) * inner)
         if inner < 1 or len(self.biases) != inner or len(self.degrees) != inner:
-            raise OptimError(f"{self}: L ≥ 2 weights go with L - 1 biases and L - 1 degrees, or with none")
+            raise OptimError(
+                f"{self}: L ≥ 2 weights go with L - 1 biases and L - 1 degrees, or with none",
+                setting="weights",
+                given=self.weights,
+            )
         distinct(self)
         _check_degrees(self, self.degrees)
 
@@ -133,9 +135,7 @@ class LNScale(Rescaling):
         object.__setattr__(self, "readers", names_of(self.readers))
         distinct(self, minimum=2)
         if self.dim not in (0, 1):
-            raise OptimError(
-                f"{self} has dim {self.dim}", remedy="channels are in dimension 0 or 1 of a matrix"
-            )
+            raise OptimError(setting="dim", given=self.dim, allowed="0 or 1, the channels of a matrix")
 
     @property
     def blocks(self) -> tuple[tuple[Piece, ...], ...]:
@@ -155,7 +155,9 @@ class LNScale(Rescaling):
             if gain.dim() != 1 or tensor.dim() != dims or tensor.shape[dim] != len(gain):
                 raise OptimError(
                     f"{self}: {self.scale!r} has shape {tuple(gain.shape)}, which does not pair with "
-                    f"dimension {dim} of {name!r} {tuple(tensor.shape)}"
+                    f"dimension {dim} of {name!r} {tuple(tensor.shape)}",
+                    setting="gauges",
+                    given=name,
                 )
 
 
@@ -169,19 +171,24 @@ def _paired(gauge: Gauge, parameters: Parameters, up: str, down: str) -> int:
     if min(one.dim(), other.dim()) >= 2 and one.shape[0] == other.shape[1]:
         return one.shape[0]
     raise OptimError(
-        f"{gauge}: outputs of {up!r} {tuple(one.shape)} are not inputs of {down!r} {tuple(other.shape)}"
+        f"{gauge}: outputs of {up!r} {tuple(one.shape)} are not inputs of {down!r} {tuple(other.shape)}",
+        setting="gauges",
+        given=down,
     )
 
 
 def _check_bias(gauge: Gauge, parameters: Parameters, bias: str | None, hidden: int) -> None:
-    if bias is not None and _shape(parameters[bias]) != (hidden,):
-        raise OptimError(f"{gauge}: {bias!r} {_shape(parameters[bias])} is no bias of {hidden} units")
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+    if bias is not None and (shape := tuple(parameters[bias].shape)) != (hidden,):
+        raise OptimError(
+            f"{gauge}: {bias!r} {shape} is no bias of {hidden} units", setting="gauges", given=bias
+        )
 
 
 def _check_degrees(gauge: Gauge, degrees: Sequence[float]) -> None:
     if any(not degree > 0 for degree in degrees):
-        raise OptimError(f"{gauge} has a degree that is not positive", remedy="ReLU has 1 and ReLU² has 2")
+        raise OptimError(
+            f"{gauge} has a degree that is not positive",
+            setting="degree",
+            given=tuple(degrees),
+            allowed="above 0: ReLU has 1 and ReLU² has 2",
+        )

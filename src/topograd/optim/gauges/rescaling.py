@@ -1,4 +1,4 @@
-"""Rescaling gauges in general: a positive factor for each block of weights, of which only a product shows.
+"""Rescaling gauges: a positive factor for each block of weights, of which the network sees one product.
 
 Statement. Blocks W_b, b = 1..B, are scaled by c_b > 0, and the network sees only Π_b c_b^{w_b}, which the
 group keeps at 1. With n_b = ‖W_b‖_F and log-norms ℓ_b = log n_b the group is the translations of ℓ that are
@@ -26,7 +26,7 @@ Vertical and horizontal parts are those of the metric Σ_b ‖X_b‖² / n_b², 
 Cost: one pass for norms, two for γ. Source: "Dead Directions: Geometric Singular Learning" section 11.1,
 proposition 83; w other than 1 and followers are derived here.
 
-Limits. A block of norm zero has no direction: `check_norms` refuses it.
+Limits. A block of norm zero has no direction: `check_norms` raises OptimError.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Follower:
 
 
 class Rescaling(Gauge):
-    """A gauge that multiplies. Subclasses say which blocks there are and which product the network sees."""
+    """A gauge that multiplies. Subclasses have its blocks and the product that the network sees."""
 
     @property
     @abstractmethod
@@ -115,6 +115,8 @@ class Rescaling(Gauge):
                 where = "" if block[0].dim is None else f" in channel {int((~logs.isfinite()).nonzero()[0])}"
                 raise OptimError(
                     f"{self}: {names} has norm zero or not finite{where}",
+                    setting="gauges",
+                    given=block[0].name,
                     remedy="start it elsewhere, or leave the gauge out",
                 )
 
@@ -129,16 +131,17 @@ class Rescaling(Gauge):
 
     def vertical(self, parameters: Parameters, vectors: Parameters) -> dict[str, Tensor]:
         _, U = basis(self.covector)
-        U = U.to(element := self._log_steps(parameters, vectors))
-        along = element @ U @ U.T
+        # ⟨W_b, X_b⟩ / n_b² (C, B): the change of log-norms by displacements X
+        U = U.to(steps := self._dots(parameters, vectors) / self._dots(parameters, parameters))
+        along = steps @ U @ U.T
         return self._scaled(parameters, along, lambda powers: along @ powers)
 
     def invariants(self, parameters: Parameters) -> dict[str, Tensor]:
         """Each tensor over its norm, and ⟨ŵ, ℓ⟩ (C,) under the name "radial"."""
         logs = self.log_norms(parameters)
         w, _ = basis(self.covector)
-        found = self._scaled(parameters, (-logs).exp(), lambda powers: (-logs @ powers).exp())
-        return {**found, "radial": logs @ w.to(logs)}
+        normed = self._scaled(parameters, (-logs).exp(), lambda powers: (-logs @ powers).exp())
+        return {**normed, "radial": logs @ w.to(logs)}
 
     def drift(self, before: Parameters, after: Parameters) -> float:
         _, U = basis(self.covector)
@@ -147,20 +150,16 @@ class Rescaling(Gauge):
 
     def _scaled(self, parameters: Parameters, factors: Tensor, following: _Following) -> dict[str, Tensor]:
         """Each tensor times its block's factor (C, B); a follower's factor is `following` of its powers."""
-        found = {}
+        scaled = {}
         for block, factor in zip(self.blocks, factors.unbind(-1), strict=True):
             for piece in block:
                 tensor = parameters[piece.name]
-                found[piece.name] = tensor * piece.broadcast(factor, tensor.dim())
+                scaled[piece.name] = tensor * piece.broadcast(factor, tensor.dim())
         for follower in self.followers:
             tensor = parameters[follower.piece.name]
             factor = following(factors.new_tensor(follower.powers))
-            found[follower.piece.name] = tensor * follower.piece.broadcast(factor, tensor.dim())
-        return found
-
-    def _log_steps(self, parameters: Parameters, vectors: Parameters) -> Tensor:
-        """⟨W_b, X_b⟩ / n_b² (C, B): what displacements X do to the log-norms."""
-        return self._dots(parameters, vectors) / self._dots(parameters, parameters)
+            scaled[follower.piece.name] = tensor * follower.piece.broadcast(factor, tensor.dim())
+        return scaled
 
     def _dots(self, one: Parameters, other: Parameters) -> Tensor:
         """⟨X_b, Y_b⟩: (C, B)."""

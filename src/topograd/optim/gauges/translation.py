@@ -1,4 +1,4 @@
-"""Translation gauges: θ → θ + a, the two that softmax cross-entropy has, and that of a shared head.
+"""Translation gauges θ → θ + a: the two of softmax cross-entropy, and that of a shared head.
 
 Statement. Cross-entropy does not see a constant added to all logits of a sample, so that for C classes
 
@@ -12,7 +12,7 @@ leave the loss alone. With g the gradient, or any displacement,
 
 The gradient is the same all along the orbit, and its g_v is zero up to rounding. The invariants are θ_h.
 
-HeadShift, of a shared head with per-stage heads. Stage k says z_k = (W + W_k) x. For any Δ of W's shape,
+HeadShift, of a shared head with per-stage heads. Stage k has z_k = (W + W_k) x. For any Δ of W's shape,
 
     W → W + Δ,   W_k → W_k - Δ   for every k = 1..K
 
@@ -109,7 +109,9 @@ class _Shift(Translation):
         if tensor.dim() != dim or tensor.shape[0] < 2:
             raise OptimError(
                 f"{self} needs {dim} dimension{'s' * (dim > 1)} with 2 classes or more in the first, "
-                f"not shape {tuple(tensor.shape)}"
+                f"not shape {tuple(tensor.shape)}",
+                setting="gauges",
+                given=tuple(tensor.shape),
             )
 
 
@@ -178,7 +180,9 @@ class HeadShift(Translation):
             if tensor.shape != shared.shape or shared.dim() != 2:
                 raise OptimError(
                     f"{self} needs matrices of one shape: {self.shared!r} has {tuple(shared.shape)} and "
-                    f"{name!r} has {tuple(tensor.shape)}"
+                    f"{name!r} has {tuple(tensor.shape)}",
+                    setting="gauges",
+                    given=name,
                 )
 
     def collapse(self, tensors: Sequence[Tensor]) -> Tensor:

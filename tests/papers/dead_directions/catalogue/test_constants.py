@@ -12,6 +12,7 @@ from papers.dead_directions.catalogue.constants import (
     measured_share,
 )
 from papers.dead_directions.families.two_layer import relu_schur_fraction
+from raising import refused
 from topograd.errors import GeometryError
 
 T = torch.tensor([1e-3, 0.1, 1.0, 3.0], dtype=torch.float64)
@@ -49,5 +50,5 @@ def test_slope_four_needs_a_large_width(width: int, steepest: float) -> None:
 
 
 def test_too_narrow() -> None:
-    with pytest.raises(GeometryError, match="width 2: the leak is finite from 3 on"):
+    with refused(GeometryError, setting="width", given=2):
         leak_coefficients(2)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from papers.dead_directions.families.superposition import Superposition
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.rates import fit_rate, log_grid
 
@@ -95,7 +96,7 @@ def test_the_overlap_scales_the_bottom_and_leaves_the_rate(overlap: float) -> No
 
 
 def test_bad_shapes_are_named() -> None:
-    with pytest.raises(GeometryError, match="6 hidden units for 5 features"):
+    with refused(GeometryError, setting="hidden", given=6):
         Superposition(5, 6)
-    with pytest.raises(GeometryError, match=r"overlap of 1\.0"):
+    with refused(GeometryError, setting="overlap", given=1.0):
         Superposition(overlap=1.0)

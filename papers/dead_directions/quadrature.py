@@ -11,7 +11,7 @@ function that is even and analytic on each half-line, such as the square of a Re
 Close to a singular point, 1 + r = p_t / p_0 has r ~ t^k, and a divergence of order r² would be lost under
 the rounding of log(1 + r). Two functions keep it to relative rounding:
 
-    excess_exp(a) = e^a - 1 - a                         for |a| < 1 by its series
+    excess_exp(a) = e^a - 1 - a                         for |a| < 1 by its series (`topograd.geometry.paths`)
     excess_log(r) = r - log(1 + r) = r s - 2 (s³/3 + s⁵/5 + …),   s = r / (2 + r)        for |s| < ¼
 
 Symbols and shapes. x, weights: (m,), m = 16 (high - low). Cost: O(m) per integral.
@@ -32,7 +32,6 @@ STEP = 1 / 16
 """h."""
 REACH = 13
 """φ(13) is 1e-37: what lies beyond is no part of a float64 sum."""
-EXP_TERMS = 19
 LOG_TERMS = 13
 
 
@@ -43,9 +42,7 @@ def points(t: Tensor) -> Tensor:
     torch.float64
     """
     if t.dim() != 1 or len(t) == 0 or not (torch.isfinite(t) & (t > 0)).all():
-        raise GeometryError(
-            f"an approach at t of shape {tuple(t.shape)}: give a line of finite numbers above 0"
-        )
+        raise GeometryError(setting="t", given=tuple(t.shape), allowed="a line of finite numbers above 0")
     return t.to(torch.float64)
 
 
@@ -64,15 +61,6 @@ def normal_rule(low: int, high: int, device: torch.device) -> tuple[Tensor, Tens
 def normal_density(x: Tensor) -> Tensor:
     """φ(x) = e^{-x²/2} / √(2π)."""
     return (-x.square() / 2).exp() / math.sqrt(2 * math.pi)
-
-
-def excess_exp(a: Tensor) -> Tensor:
-    """e^a - 1 - a, to relative rounding: a²/2 where a is small."""
-    near = a.clamp(-1, 1)
-    series = torch.zeros_like(a)
-    for j in range(EXP_TERMS, 1, -1):
-        series = (1 + series) * near / j
-    return torch.where(a.abs() < 1, series * near, torch.expm1(a) - a)
 
 
 def excess_log(r: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one step of gradient descent does to the fields, to first order in the step.
+"""First-order change of the fields by one step of gradient descent.
 
 Statement. At fixed masks, for rows α and training examples β, with Δu_0 = 0 and D_l^α = diag(a_l^α),
 

@@ -31,24 +31,18 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.moments import RESOLUTION
+from topograd.geometry.monitors.early_warning import DEVIATIONS, NORMAL, SLACK, anisotropy
 
-DEVIATIONS = 6.0
-NORMAL = 1.4826
-"""The standard deviation of a normal law over its MAD."""
-SLACK = 0.05
-"""In log a: readings that hardly vary shall not make an alarm of a tenth."""
 READINGS = 8
-"""Fewer readings before it say nothing about what is usual."""
+"""Before the first alarm."""
 
 
 @dataclass(frozen=True)
 class ExpansionReading:
-    """One reading: log a, what is usual, and whether it is out of the ordinary."""
+    """One reading: log a, the median before it, and whether it is an outlier."""
 
     log_anisotropy: float
     median: float
@@ -57,39 +51,17 @@ class ExpansionReading:
     alarm: bool
 
 
-def anisotropy(factor: Tensor, *, softmax: bool) -> float:
-    """λ_max / λ_min of a symmetric factor, without the 1-direction if it is a softmax head's.
-
-    >>> anisotropy(torch.diag(torch.tensor([1.0, 2.0, 8.0])), softmax=False)
-    8.0
-    """
-    if factor.dim() != 2 or factor.shape[0] != factor.shape[1] or len(factor) < 2 + softmax:
-        least = 2 + softmax
-        raise GeometryError(f"a factor of shape {tuple(factor.shape)}: give a square one of at least {least}")
-    factor = factor.detach().double()
-    if not factor.isfinite().all():
-        raise GeometryError("the factor is not finite", remedy="look at the gradients that it was made of")
-    if softmax:
-        basis = _without_ones(len(factor), factor.device)
-        factor = basis.T @ factor @ basis
-    values = torch.linalg.eigvalsh(factor)
-    largest = float(values[-1])
-    if not largest > 0:
-        raise GeometryError("the factor is zero: there are no gradients to compare")
-    return largest / max(float(values[0]), RESOLUTION * largest)
-
-
 class ExpansionDetector:
-    """Takes the head's factor every so often and says when it is out of the ordinary."""
+    """Takes the head's factor every so often and raises an alarm where it is an outlier."""
 
     def __init__(self, *, softmax: bool, memory: int = 20) -> None:
         if memory < READINGS:
-            raise GeometryError(f"a memory of {memory} readings: give at least {READINGS}")
+            raise GeometryError(setting="memory", given=memory, allowed=f"at least {READINGS} readings")
         self._softmax = softmax
         self._past: deque[float] = deque(maxlen=memory)
 
     def update(self, factor: Tensor) -> ExpansionReading:
-        """Read G, compare it with the readings before it, and remember it."""
+        """Read G, compare it with the readings before it, and store it."""
         here = math.log(anisotropy(factor, softmax=self._softmax))
         median = deviation = math.nan
         alarm = False
@@ -100,11 +72,3 @@ class ExpansionDetector:
             alarm = here >= median + DEVIATIONS * deviation
         self._past.append(here)
         return ExpansionReading(here, median, deviation, alarm)
-
-
-def _without_ones(size: int, device: torch.device) -> Tensor:
-    """An orthonormal basis (c, c-1) of what is orthogonal to (1, ..., 1), from a Householder reflection."""
-    v = torch.ones(size, dtype=torch.float64, device=device)
-    v[0] += math.sqrt(size)
-    reflection = torch.eye(size, dtype=torch.float64, device=device) - 2 * torch.outer(v, v) / (v @ v)
-    return reflection[:, 1:]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from papers.gram_metrics.checks import Problem
+from papers.gram_metrics.first_order import activation_change, first_order
 from tests.oracles.fields import descend
 from topograd.fields.field_state import State, crossings, state_of
-from topograd.fields.first_order import activation_change, first_order
 from topograd.fields.kernel import kernel
 
 Make = Callable[..., Problem]

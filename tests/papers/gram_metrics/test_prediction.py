@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from papers.gram_metrics.checks import Problem, random_problem
+from papers.gram_metrics.prediction import frozen, predict, relinearised
 from raising import refused
 from topograd.errors import FieldError
 from topograd.fields.kernel import kernel
-from topograd.fields.prediction import frozen, predict, relinearised
 from topograd.fields.simulation import Trajectory, simulate
 
 Make = Callable[..., Problem]
@@ -79,7 +79,7 @@ def test_one_kernel_a_step() -> None:
 @pytest.mark.parametrize("how", [frozen, relinearised])
 def test_bad_problems(make: Make, how: Callable[..., Trajectory]) -> None:
     problem = make(6, 8)
-    with pytest.raises(FieldError, match="targets are"):
+    with refused(FieldError, setting="targets"):
         how(problem.weights, problem.inputs, problem.targets[1:], eta=0.1, steps=1)
     with refused(FieldError, setting="eta", given=-1):
         how(problem.weights, problem.inputs, problem.targets, eta=-1, steps=1)

@@ -1,4 +1,4 @@
-"""Normal crossings: where several components of the singular set meet, and the RLCT that follows.
+"""Normal crossings of components of the singular set, and their RLCT.
 
 Statement. In coordinates x_i that vanish on component i, i = 1..r, near the crossing
 
@@ -22,16 +22,15 @@ anchored line, as for a normal along which nothing is singular: only the generic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from topograd.errors import GeometryError
 from topograd.geometry.rates import Rate, fit_rate, log_grid
+from topograd.geometry.singular.invariants import rlct
 
 INTEGER = 0.05
 """How far a measured order may be from an integer."""
@@ -56,12 +55,12 @@ class Crossing:
 
     @property
     def rlct(self) -> float:
-        """λ; refused where the lines contradict one another."""
+        """λ; GeometryError where the lines contradict one another."""
         return self._pair()[0]
 
     @property
     def multiplicity(self) -> int:
-        """m; refused where the lines contradict one another."""
+        """m; GeometryError where the lines contradict one another."""
         return self._pair()[1]
 
     def _pair(self) -> tuple[float, int]:
@@ -69,28 +68,11 @@ class Crossing:
             raise GeometryError(
                 f"the generic line has order {self.generic.order:.2f}, the components "
                 f"{self.orders} add up to {sum(self.orders)}: this is not their normal crossing",
+                setting="normals",
+                given=self.orders,
                 remedy="check the normals and the grid",
             )
         return rlct(self.orders, self.priors)
-
-
-def rlct(orders: Sequence[int], priors: Sequence[float] | None = None) -> tuple[float, int]:
-    """(λ, m) of K = Π x_i^{2k_i} under the prior Π |x_i|^{h_i}; uniform where none is given.
-
-    >>> rlct((1, 2)), rlct((2, 2)), rlct((1, 2), (0, 1))
-    ((0.25, 1), (0.25, 2), (0.5, 2))
-    """
-    priors = (0,) * len(orders) if priors is None else tuple(priors)
-    if not orders or len(priors) != len(orders):
-        raise GeometryError(f"{len(orders)} orders and {len(priors)} priors: give one of each per component")
-    if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in orders):
-        raise GeometryError(f"the orders are {tuple(orders)}: give integers of at least 1")
-    if any(not -1 < h < math.inf for h in priors):
-        raise GeometryError(
-            f"the priors' exponents are {priors}: |x|^h has a finite integral for h > -1 only"
-        )
-    poles = [(Fraction(h) + 1) / (2 * k) for k, h in zip(orders, priors, strict=True)]
-    return float(min(poles)), poles.count(min(poles))
 
 
 def recover_crossing(
@@ -106,15 +88,19 @@ def recover_crossing(
 
     >>> def fisher(w, v):  # of N(x² y, 1)
     ...     return (torch.stack((2 * w[0] * w[1], w[0] ** 2)) @ v) ** 2
-    >>> found = recover_crossing(fisher, torch.zeros(2).double(), torch.eye(2).double())
-    >>> found.orders, found.rlct, found.multiplicity
+    >>> crossing = recover_crossing(fisher, torch.zeros(2).double(), torch.eye(2).double())
+    >>> crossing.orders, crossing.rlct, crossing.multiplicity
     ((2, 1), 0.25, 1)
     """
     directions = _dual(point, normals)
     t = log_grid(1e-4, 1e-2) if grid is None else grid
     if not 0 < 3 * float(t.max()) <= anchor:
+        largest = float(t.max())
         raise GeometryError(
-            f"t goes up to {float(t.max()):.3g} beside an anchor of {anchor:.3g}: stay below a third of it"
+            f"the grid goes up to {largest:.3g}",
+            setting="grid",
+            given=largest,
+            allowed=f"below a third of the anchor {anchor:.3g}",
         )
     anchored = []
     for i, direction in enumerate(directions):
@@ -131,37 +117,47 @@ def crossing_from_rates(
     """The crossing of components whose lines have been fitted already: one anchored Rate for each."""
     for rate in (*anchored, generic):
         if rate.slope is None:
-            raise GeometryError(f"{rate.estimator}: {rate}", remedy="no component's order can be read there")
+            raise GeometryError(
+                f"no component's order can be read: {rate.estimator}: {rate}",
+                setting="rates",
+                given=rate.estimator,
+            )
     if generic.order < 1 + INTEGER:
         raise GeometryError(
             f"the Fisher does not vanish along the generic line (slope {generic.slope:.3f}): this "
             "path does not approach a singularity",
+            setting="point",
+            given=generic.slope,
             remedy="start from a singular point",
         )
-    orders = tuple(_integer(rate) for rate in anchored)
-    given = (0,) * len(orders) if priors is None else tuple(priors)
-    rlct(orders, given)  # refuses what is not a set of orders and priors
-    return Crossing(orders, given, tuple(anchored), generic, evaluations)
-
-
-def _integer(rate: Rate) -> int:
-    nearest = round(rate.order)
-    if nearest < 1 or abs(rate.order - nearest) > INTEGER:
-        raise GeometryError(f"{rate.estimator}: order {rate.order:.3f} is no positive integer, {rate}")
-    return nearest
+    for rate in anchored:
+        if round(rate.order) < 1 or abs(rate.order - round(rate.order)) > INTEGER:
+            raise GeometryError(
+                f"{rate.estimator}: order {rate.order:.3f} is no positive integer, {rate}",
+                setting="rates",
+                given=rate.order,
+            )
+    orders = tuple(round(rate.order) for rate in anchored)
+    exponents = (0,) * len(orders) if priors is None else tuple(priors)
+    rlct(orders, exponents)  # raises where these are no orders and priors
+    return Crossing(orders, exponents, tuple(anchored), generic, evaluations)
 
 
 def _dual(point: Tensor, normals: Tensor) -> Tensor:
     """(r, d): unit e_i with n_j·e_i = 0 for j ≠ i."""
     if normals.dim() != 2 or point.shape != normals.shape[1:] or len(normals) == 0:
         raise GeometryError(
-            f"normals of shape {tuple(normals.shape)} at a point of shape {tuple(point.shape)}: "
-            "give one row of as many numbers for each component"
+            f"normals have the shape {tuple(normals.shape)} and the point {tuple(point.shape)}",
+            setting="normals",
+            given=tuple(normals.shape),
+            remedy="give one row of as many numbers for each component",
         )
     sizes = torch.linalg.vector_norm(normals, dim=1, keepdim=True)
     gram = (normals / sizes) @ (normals / sizes).T
     if not torch.linalg.cond(gram) < 1e8:
-        raise GeometryError("the components' normals are not independent: give one for each component")
+        raise GeometryError(
+            "the normals are not independent", setting="normals", remedy="give one for each component"
+        )
     directions = torch.linalg.solve(gram, normals / sizes)
     return directions / torch.linalg.vector_norm(directions, dim=1, keepdim=True)
 

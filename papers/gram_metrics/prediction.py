@@ -1,4 +1,4 @@
-"""Runs predicted from kernels: one kernel for the whole run, or a new one at each step.
+"""Runs predicted by tangent kernels: one kernel for the whole run, or a new one at each step.
 
 Statement. K has rows for training and then unseen inputs, and columns for training. With x = (r, Y_unseen),
 
@@ -75,10 +75,10 @@ def relinearised(
 def predict(kernels: Iterable[Tensor], outputs: Tensor, targets: Tensor, eta: float) -> Trajectory:
     """The run from Y(0) (rows,), one step for each K (rows, M); targets (M,) are of the first M rows."""
     M = targets.shape[0]
-    found = [outputs]
+    steps = [outputs]
     for K in kernels:
-        found.append(found[-1] - (2 * eta / M) * K @ (found[-1][:M] - targets))
-    Y = torch.stack(found)
+        steps.append(steps[-1] - (2 * eta / M) * K @ (steps[-1][:M] - targets))
+    Y = torch.stack(steps)
     return Trajectory(Y[:, :M] - targets, Y[:, M:])
 
 

@@ -1,38 +1,38 @@
-"""The singular fluctuation ν of one dead direction: a number that depends on its KL order k alone.
+"""Singular invariants of dead directions: λ and m of crossings, and the fluctuation ν of one direction.
 
-Statement. With n samples, the posterior along a dead direction of order k, prior |w|^h, inverse temperature
+Statement. Where components of orders k_i cross normally, K = c Π_i x_i^{2k_i} under a prior Π_i |x_i|^{h_i},
+
+    λ = min_i (h_i + 1)/(2k_i),    m = the number of i that reach it;    Vol{K < ε} ~ ε^λ (log 1/ε)^{m-1}.
+
+With n samples, the posterior along a dead direction of order k, prior |w|^h, inverse temperature
 β, is in the scaled coordinate s ∈ ℝ (the whole line)
 
     π_ξ(s) ∝ |s|^h exp(-½ s^{2k} + √β ξ s^k),    ξ ~ N(0, 1) the fluctuation of the data,
     ν(k, β, h) = ½ E_ξ Var_{π_ξ}(s^k).
 
 The model's leading coefficient has cancelled. The functional variance of the sample tends to E V = 2ν/β.
-Without the fluctuation of the data (ξ = 0), and with a = (h+1)/(2k),
-
-    ν_0(k, h) = a - (Γ(a+½)/Γ(a))²        on the half line s > 0: the paper's data-free part
-    ν(ξ=0)    = ν_0 for even k,  a for odd k      on the whole line
-
-because s^k keeps its sign for odd k and its mean is then zero. So ν(ξ=0) at k = 1, h = 0 is ½ = ν(1).
-ν > ν_0 for every k. ν(k), k = 1..6: .5000, .1730, .2784, .1379, .2061, .1167; odd and even orders interleave.
+ν(k), k = 1..6: .5000, .1730, .2784, .1379, .2061, .1167; odd and even orders interleave.
 
 Method. x = s^k has the weight |x|^{(h+1)/k - 1}: Gauss-Jacobi on [0, 1] takes the endpoint exactly,
 Gauss-Legendre panels do the rest, and the trapezoid rule in ξ converges geometrically. Cost: some 10⁵
 exponentials.
 
 Symbols. k ≥ 1 an integer, β in (0, 100], h > -1. Additive directions: ν = Σ ν(k_i).
-Source: "Dead Directions: Geometric Singular Learning", Theorem 96, Remarks 97 and 99, §13.4; definitions of
-Watanabe, "Mathematical Theory of Bayesian Statistics".
-Limits. §13.4 has ν the same at every β. That holds for ν_0, and for ν at k = 1 only: our quadrature gives
+Source: "Dead Directions: Geometric Singular Learning", Theorems 89 and 96, Remarks 97 and 99, §13.4;
+definitions of Watanabe, "Mathematical Theory of Bayesian Statistics".
+Limits. §13.4 has ν the same at every β. That holds at k = 1 only: our quadrature gives
 .157, .173, .193 at β = ½, 1, 2 for k = 2. Products of directions (crossings) have no formula here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaln, roots_jacobi, roots_legendre
+from scipy.special import roots_jacobi, roots_legendre
 
 from topograd.errors import GeometryError
 
@@ -42,37 +42,44 @@ COLDEST = 100.0
 Array = NDArray[np.float64]
 
 
+def rlct(orders: Sequence[int], priors: Sequence[float] | None = None) -> tuple[float, int]:
+    """(λ, m) of K = Π x_i^{2k_i} under the prior Π |x_i|^{h_i}; uniform where none is given.
+
+    >>> rlct((1, 2)), rlct((2, 2)), rlct((1, 2), (0, 1))
+    ((0.25, 1), (0.25, 2), (0.5, 2))
+    """
+    priors = (0,) * len(orders) if priors is None else tuple(priors)
+    if not orders or len(priors) != len(orders):
+        raise GeometryError(
+            f"there are {len(orders)} orders and {len(priors)} priors",
+            setting="priors" if orders else "orders",
+            given=len(priors),
+            remedy="give one of each per component",
+        )
+    if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in orders):
+        raise GeometryError(setting="orders", given=tuple(orders), allowed="integers of at least 1")
+    if any(not -1 < h < math.inf for h in priors):
+        raise GeometryError(setting="priors", given=priors, allowed="above -1: |x|^h must have an integral")
+    poles = [(Fraction(h) + 1) / (2 * k) for k, h in zip(orders, priors, strict=True)]
+    return float(min(poles)), poles.count(min(poles))
+
+
 def singular_fluctuation(k: int, beta: float = 1.0, prior: float = 0) -> float:
     """ν(k, β, h) with h = `prior`, to about ten digits.
 
     >>> round(singular_fluctuation(2), 4), round(singular_fluctuation(3), 4)
     (0.173, 0.2784)
     """
-    _check(k, prior)
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise GeometryError(setting="k", given=k, allowed="an integer of at least 1")
+    if not -1 < prior < math.inf:
+        raise GeometryError(setting="prior", given=prior, allowed="above -1: |s|^h must have an integral")
     if not 0 < beta <= COLDEST:
-        raise GeometryError(f"beta is {beta}: an inverse temperature lies in (0, {COLDEST:g}]")
+        raise GeometryError(setting="beta", given=beta, allowed=f"in (0, {COLDEST:g}]")
     step = 0.1 / max(1.0, math.sqrt(beta))
     xi = np.arange(-9.0, 9.0 + step / 2, step)
     weight = np.exp(-0.5 * xi**2)
     return float(0.5 * (weight @ _variances(k, prior, math.sqrt(beta) * xi)) / weight.sum())
-
-
-def data_free_fluctuation(k: int, prior: float = 0) -> float:
-    """ν_0 = a - (Γ(a+½)/Γ(a))², a = (h+1)/(2k): the paper's closed form, on the half line s > 0.
-
-    >>> round(data_free_fluctuation(1), 4)
-    0.1817
-    """
-    _check(k, prior)
-    a = (prior + 1) / (2 * k)
-    return float(a - math.exp(2 * (gammaln(a + 0.5) - gammaln(a))))
-
-
-def _check(k: int, prior: float) -> None:
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise GeometryError(f"the KL order k is {k!r}: give an integer of at least 1")
-    if not -1 < prior < math.inf:
-        raise GeometryError(f"the prior's exponent is {prior}: |s|^h has a finite integral for h > -1 only")
 
 
 def _variances(k: int, prior: float, tilts: Array) -> Array:

@@ -1,0 +1,3 @@
+"""Random networks for the tests of fields."""
+
+from field_problems import make as make
