@@ -55,7 +55,10 @@ def test_it_has_every_stage(straight: Run, call: Call, spec: Path) -> None:
     [
         (["--prompt", "x", "--target", ""], "--target is empty"),
         (["--prompt", "x"], "target"),
-        (["--prompt", "", "--target", "d", "--specialist", "SPEC", "--chat"], "the base sees 16"),
+        (
+            ["--prompt", "", "--target", "d", "--specialist", "SPEC", "--chat"],
+            "tokens; it must be at most 16",
+        ),
         (["--prompt", "x", "--target", "d", "--specialist", "nowhere"], "is no specialist"),
     ],
 )

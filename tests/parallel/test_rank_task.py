@@ -105,7 +105,7 @@ def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(
 BAD: dict[str, Any] = {
     "world": ({"world": 3}, "3 processes were started, and --parallel stages=2 needs 2"),
     "stages": ({"parallel": "stages=4", "world": 4}, "stages is 4; it must be at most 2"),
-    "geometry": ({"more": ["--geometry-every", "2"]}, "geometry_every"),
+    "geometry": ({"more": ["--geometry-every", "2"]}, "--geometry-every is 2"),
     "partition": ({"more": ["--partition", "2,3"]}, "--partition 2,3 has 5 layers and the model has 2"),
     "words": ({"parallel": "stages=2,speed=9"}, "'speed=9'"),
 }

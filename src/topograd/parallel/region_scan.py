@@ -53,11 +53,16 @@ class RegionScan(Scan):
                 own[..., :n] = J.to(dtype) @ own[..., :n]
             if late is not None:
                 own[..., n] = late
-            parts = [torch.empty_like(own) for _ in range(self.ranks.config.stages)]
-            group, what = self.ranks.stage_group, "gathering the products of Jacobians"
-            self.ranks.collective(lambda: dist.all_gather(parts, own, group=group, async_op=True), what)
-            self.gathered_bytes += own.numel() * own.element_size() * (len(parts) - 1)
+            parts = self._gather(own)
             row = parts[-1][..., n]
             for part in reversed(parts[self.ranks.place + 1 :]):
                 row = (row[:, None] @ part[..., :n])[:, 0]
         return row
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """The products of every rank of this replica, in the order of their stages."""
+        parts = [torch.empty_like(own) for _ in range(self.ranks.config.stages)]
+        group, what = self.ranks.stage_group, "gathering the products of Jacobians"
+        self.ranks.collective(lambda: dist.all_gather(parts, own, group=group, async_op=True), what)
+        self.gathered_bytes += own.numel() * own.element_size() * (len(parts) - 1)
+        return parts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from topograd.errors import ConfigError
-from topograd.limits import Bounds, check_numbers
+from topograd.limits import Bounds, check_numbers, check_rules
 
 WireKind = Literal["exact", "bf16", "int8"]
 WIRES: tuple[WireKind, ...] = ("exact", "bf16", "int8")
@@ -52,10 +52,10 @@ class ParallelConfig:
         check_numbers(self, buffer=(1, 2**20), stage=(1, RANKS[1]))
         if self.lost not in ("wait", "replay"):
             raise ConfigError(setting="lost", given=self.lost, allowed="wait or replay")
-        if self.stage is not None and (self.replicas > 1 or self.wire != "exact"):
-            raise ConfigError(
-                "an independent stage has no replicas and an exact wire", setting="stage", given=self.stage
-            )
+        if self.stage is not None:
+            alone = "{} with stage, which trains alone"
+            one, exact = self.replicas == 1, self.wire == "exact"
+            check_rules(self, replicas=(one, alone.format(1)), wire=(exact, alone.format("exact")))
         if self.shard and self.replicas < 2:
             raise ConfigError(setting="replicas", given=self.replicas, allowed="at least 2 with shard")
         if self.wire not in WIRES:

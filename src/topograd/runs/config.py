@@ -212,9 +212,7 @@ class TrainConfig:
                 remedy=f"give the folder of a run, {OWN_TEACHER} or {AVERAGE_TEACHER}",
             )
         if self.batch_parts > 1 and any(stage.every > 1 for stage in topology.stages):
-            raise ConfigError(
-                "batch_parts and loss_every are both given", setting="batch_parts", remedy="give one"
-            )
+            raise ConfigError(setting="batch_parts", given=self.batch_parts, allowed="1 with loss_every")
         for own in self.optimizer.stages:
             if own.stage > len(topology.stages):
                 raise ConfigError(

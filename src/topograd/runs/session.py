@@ -144,7 +144,10 @@ def find_checkpoint(run: Run, name: str | None) -> str:
         return names[-1]
     if name not in names:
         raise CheckpointError(
-            setting="name", given=name, allowed=f"a checkpoint of the run: {', '.join(names)}"
+            f"{run.folder} has no checkpoint {name!r}",
+            setting="name",
+            given=name,
+            remedy=f"it has {', '.join(names)}",
         )
     return name
 

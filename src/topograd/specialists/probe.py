@@ -80,7 +80,10 @@ def _readings(attached: Attached, prompt: Sequence[int], target: Target) -> dict
     whole = [*begun, *target[:-1]]
     if len(whole) > context:
         raise ConfigError(
-            setting="prompt", given=len(whole), allowed=f"at most {context} tokens with the target"
+            f"prompt and target have {len(whole)} tokens",
+            setting="prompt",
+            given=len(whole),
+            allowed=f"at most {context}",
         )
     plan, stack = attached.plan, attached.stack
     device = next(stack.parameters()).device
