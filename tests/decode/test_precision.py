@@ -7,9 +7,8 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from topograd.data.windows import Text
-from topograd.decode.calibration.measure import heldout_readings
+from topograd.decode.calibration.measure import heldout_readings, precision_cost
 from topograd.decode.depths import engine_of
-from topograd.decode.precision import precision_cost
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import LoadedTextRun, open_session
 

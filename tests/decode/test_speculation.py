@@ -15,12 +15,15 @@ from decoding import tokens_of, written
 from raising import refused
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode import speculation
-from topograd.decode.drafters import DraftRule
+from topograd.decode.calibration.measure import PositionCosts
+from topograd.decode.calibration.policy import ExpectedGainPolicy
+from topograd.decode.calibration.tune import acceptances, record
+from topograd.decode.drafters import DraftRule, PrefixDrafter
 from topograd.decode.engine import Emitted, Engine
 from topograd.decode.lookup import TextLookup
 from topograd.decode.sampling import Sampling, probabilities
 from topograd.decode.sequence import Tally
-from topograd.decode.speculation import Speculate
+from topograd.decode.speculation import Drafter, Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, generate_batch, generate_tokens
 from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.gpt import GPT
@@ -67,6 +70,24 @@ def test_a_single_row_writes_what_full_depth_writes(
         assert (
             tokens_of(Speculate(mild_engine, DraftRule(0.0, longest)), [prompts[row]], 30)[0] == expected[row]
         )
+
+
+@pytest.mark.parametrize("exit_", range(3))
+def test_calibrated_drafters_write_what_full_depth_writes(
+    mild_engine: Engine, prompts: list[list[int]], expected: list[list[int]], exit_: int
+) -> None:
+    """A lookup and a prefix together, by their measured acceptances: in a ragged batch and one by one."""
+    costs = PositionCosts({1: 1.0, 64: 1.5}, draft=0.01, keep=0.02)
+    drafters: list[Drafter] = [TextLookup(), PrefixDrafter(mild_engine, exit_=exit_)]
+    known = record(mild_engine, [tokens[:CONTEXT] for tokens in expected], 4, drafters)
+    policy = ExpectedGainPolicy(acceptances(known), costs, 1.1)
+    together, tally = written(Speculate(mild_engine, drafters, policy=policy), prompts, 30)
+    assert [[e.token for e in row] for row in together] == expected
+    assert tally.by.keys() >= {f"stage {exit_ + 1}"}
+    assert 0 < tally.accepted < tally.drafted
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        strategy = Speculate(mild_engine, drafters, policy=ExpectedGainPolicy(policy.acceptance, costs, 1.1))
+        assert tokens_of(strategy, [prompt], 30) == [tokens]
 
 
 def test_stages_that_hardly_agree(gpt: GPT, engine: Engine, prompts: list[list[int]]) -> None:

@@ -119,8 +119,8 @@ def _quantised(args: Eval, session: LoadedTextRun, text: Text) -> dict[str, Any]
         return {}
     from topograd.cli.eval_core import evaluations_folder
     from topograd.cli.progress import counted
+    from topograd.decode.calibration.measure import precision_cost
     from topograd.decode.depths import engine_of
-    from topograd.decode.precision import precision_cost
     from topograd.runtime.onnx_runtime import OnnxRuntime
     from topograd.runtime.quantize import save_weights, weights_file
 

@@ -138,9 +138,14 @@ class Model:
             if on_piece is not None:
                 on_piece(last._replace(text=rest))
         sequence.close_drafters()
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        seconds = time.perf_counter() - began
-        return _generated(stream.text, text, depth, strategy, sequence, pieces, seconds)
+        made, tally = Generated(stream.text), sequence.tally
+        made.prompt = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        made.depth, made.deepest, made.pieces = depth, strategy.exit + 1, pieces
+        drafts = isinstance(strategy, Speculate) or depth == "speculate"  # full depth where none pays
+        made.drafted, made.accepted = (tally.drafted, tally.accepted) if drafts else (None, None)
+        made.by_drafter = {name: (count.drafted, count.accepted) for name, count in tally.by.items()}
+        made.seconds = time.perf_counter() - began
+        return made
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
@@ -248,25 +253,3 @@ def continue_text(
         yield Piece(stream.feed(emitted.token), emitted.exit, emitted.drafter)
         if stream.stopped or emitted.token in ends:
             break
-
-
-def _generated(
-    text: str,
-    prompt: str,
-    depth: str,
-    strategy: DecodeStrategy,
-    sequence: TokenSequence,
-    pieces: list[Piece],
-    seconds: float,
-) -> Generated:
-    made, tally = Generated(text), sequence.tally
-    made.prompt, made.depth, made.pieces, made.seconds = prompt, depth, pieces, seconds
-    made.deepest = strategy.exit + 1
-    made.drafted = made.accepted = None
-    made.by_drafter = {}
-    if isinstance(strategy, Speculate):
-        made.drafted, made.accepted = tally.drafted, tally.accepted
-        made.by_drafter = {name: (c.drafted, c.accepted) for name, c in tally.by.items()}
-    elif depth == "speculate":  # the calibration says that drafts do not pay here
-        made.drafted, made.accepted = 0, 0
-    return made

@@ -167,7 +167,8 @@ class OnnxRuntime:
         return x
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
-        self._check(inputs, offset)
+        if self._learned():
+            check_reach(self.stack.config, inputs, offset)
         return Stack.layer_context(self.stack, x0, inputs, offset)
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
@@ -178,7 +179,8 @@ class OnnxRuntime:
         """The session of a stage's layers in a layout; None where it cannot be grouped."""
         if grouped and self._head_width() % HEAD_MULTIPLE:
             return None
-        key = *_interval(planned), grouped
+        # stages alike in their layers, and in what is wanted of them, share sessions
+        key = planned.stage.start, planned.stage.stop, tuple(taps_of(planned)), grouped
         if key not in self._sessions:
             self._sessions[key] = self.graph(planned, grouped).session(self.settings)
         return self._sessions[key]
@@ -261,10 +263,6 @@ class OnnxRuntime:
     def _learned(self) -> bool:
         return self.stack.config.traits.learned_positions
 
-    def _check(self, inputs: Tensor, offset: int | Tensor) -> None:
-        if self._learned():
-            check_reach(self.stack.config, inputs, offset)
-
     def _check_stop(self, stop: int) -> None:
         if self._learned() and stop > self.stack.config.positions:
             check_reach(self.stack.config, torch.zeros(1, stop), 0)
@@ -330,8 +328,3 @@ class OnnxRuntime:
             up, down = factors
             z = z + F.linear(F.linear(x, down), up[rows])
         return cap(z, head.softcap)
-
-
-def _interval(planned: PlannedStage) -> tuple[int, int, tuple[int, ...]]:
-    """What layers a stage has, and what is wanted of them: stages alike in that share sessions."""
-    return planned.stage.start, planned.stage.stop, tuple(taps_of(planned))

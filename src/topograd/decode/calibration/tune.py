@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def _accepted(q: Tensor, p: Tensor, vocabulary: Tensor | None, chance: Tensor | 
 
 
 def _looked_up(drafter: LookupDrafter, tokens: Sequence[int], start: int) -> list[list[Judged]]:
-    text: Any = _GrowingText()
+    text: Any = SimpleNamespace(tokens=[], drafter_state={})  # a sequence without a cache
     places: list[list[Judged]] = [[] for _ in range(start)]
     for place in range(start, len(tokens)):
         text.tokens = list(tokens[:place])
@@ -152,14 +153,6 @@ def _looked_up(drafter: LookupDrafter, tokens: Sequence[int], start: int) -> lis
         guesses = drafter.find(text, [], drafter.rule.longest)[: len(tokens) - place]
         places.append([(token == tokens[place + i], score) for i, (token, score) in enumerate(guesses)])
     return places
-
-
-class _GrowingText:
-    """A sequence without a cache, as a lookup reads it."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.drafter_state: dict[str, Any] = {}
 
 
 def acceptances(text: RecordedText) -> dict[str, Acceptance]:
