@@ -335,7 +335,7 @@ def test_bad_settings_are_one_line(options: dict[str, Any]) -> None:
     ((setting, given),) = options.items()
     with refused(ConfigError, setting=setting) as error:
         Muon(start(((4, 4),)), **options)
-    assert error.value.given is given  # type: ignore[attr-defined]
+    assert error.value.given is given
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.capabilities import draftable
+from topograd.nn.heads import Head
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import LayerContext, Stack
 
