@@ -1,6 +1,6 @@
 """The ground that a gradient flows over: Fisher and K-FAC factors, rates, singular invariants, monitors.
 
-Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; docs/geometry.md is the tour.
+Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; see docs/concepts/geometry.md.
 """
 
 from topograd.effective_rank import effective_rank
