@@ -52,4 +52,4 @@ $(READY_DOCS): $(READY)
 	touch $@
 
 clean:
-	rm -rf .venv runs docs/_build docs/reference/api docs/reference/commands docs/reference/config.md
+	rm -rf .venv runs docs/_build docs/reference/api docs/reference/commands docs/reference/config.md docs/llms.txt

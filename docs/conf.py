@@ -50,19 +50,18 @@ html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 
 def setup(app: Any) -> None:
     """Make the reference, and read docstrings as plain text."""
-    import api
-    import commands
-    import config_keys
+    import site_api
+    import site_commands
+    import site_config_keys
+    import site_llms
 
     reference = DOCS / "reference"
-    commands.write(reference / "commands")
-    commands.write_pages(reference / "api", api.pages())
-    keys = reference / "config.md"
-    text = config_keys.page()
-    if not keys.exists() or keys.read_text(encoding="utf-8") != text:
-        keys.write_text(text, encoding="utf-8")
+    site_commands.write(reference / "commands")
+    site_commands.write_pages(reference / "api", site_api.pages())
+    site_commands.write_page(reference / "config.md", site_config_keys.page())
+    site_commands.write_page(DOCS / "llms.txt", site_llms.page(DOCS))
 
     def process(_app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
-        lines[:] = api.plain(lines)
+        lines[:] = site_api.plain(lines)
 
     app.connect("autodoc-process-docstring", process)

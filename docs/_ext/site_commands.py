@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fields import Described, described, escaped, markdown, shown
+from site_fields import Described, described, escaped, markdown, shown
 
 MORE = {"eval": [("core",)], "train": [("--task", "images")]}
 """What a command takes beside its own flags, and does not list as subcommands."""
@@ -42,11 +42,9 @@ object. Exit codes: 0 done, 1 a bug, 2 bad input (one line on stderr), 130 inter
 """
 
 
-def ask(words: Sequence[str]) -> Command:
-    """The command behind these words."""
+def ask(words: Sequence[str], main: Callable[[list[str]], int]) -> Command:
+    """The command of a program behind these words."""
     import tyro
-
-    from topograd.cli.main import main
 
     caught: list[tuple[type, Any]] = []
 
@@ -58,17 +56,19 @@ def ask(words: Sequence[str]) -> Command:
     with mock.patch.object(tyro, "cli", cli), contextlib.redirect_stdout(out):
         code = main([*words, "--help"])
     if code != 0:
-        raise RuntimeError(f"topograd {' '.join(words)} --help ended with {code}")
+        raise RuntimeError(f"{' '.join(words)} --help ended with {code}")
     kind, default = caught[0] if caught else (None, None)
     return Command(tuple(words), kind, default, out.getvalue())
 
 
 def commands_of(verb: str) -> list[Command]:
-    """A command and its subcommands."""
-    first = ask([verb])
+    """A command of `topograd` and its subcommands."""
+    from topograd.cli.main import main
+
+    first = ask([verb], main)
     listed = re.search(r"\{([\w,-]+)\}", first.printed) if first.kind is None else None
     below = [(name,) for name in listed[1].split(",")] if listed else MORE.get(verb, [])
-    return [first, *(ask([verb, *words]) for words in below)]
+    return [first, *(ask([verb, *words], main) for words in below)]
 
 
 def flags(kind: type, default: Any, prefix: str = "") -> Iterator[tuple[str, Described]]:
@@ -130,12 +130,16 @@ def write(folder: Path) -> None:
 
 
 def write_pages(folder: Path, made: Mapping[str, str]) -> None:
-    """Write files whose text changed, so that Sphinx rebuilds no others; remove those not made any more."""
+    """Write a folder of pages, and remove what is not made any more."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         if old.name not in made:
             old.unlink()
     for name, text in made.items():
-        path = folder / name
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+        write_page(folder / name, text)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a file if its text changed, so that Sphinx rebuilds no others."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")

@@ -13,8 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-ROOT = Path(__file__).parents[2]
-
 
 @dataclass(frozen=True)
 class Described:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
-from fields import described, markdown, shown
+from site_fields import described, markdown, shown
 
 HEAD = """(config-keys)=
 # Config keys
@@ -14,7 +14,8 @@ HEAD = """(config-keys)=
 Generated from the dataclasses of a run's settings. `topograd train --config FILE.toml` lays a file over a
 preset, table by table. Flags win over the file. The flag of a key is its name with dashes: `eval_every` is
 `--eval-every`, `optimizer.lr_matrix` is `--optimizer.lr-matrix`. The tables `[topology]` and `[tune]` have no
-prefix on the command line: `topology.partition` is `--partition`. [The topology table](topology-table.md) has examples.
+prefix on the command line: `topology.partition` is `--partition`. [The topology
+table](topology-table.md) has examples.
 """
 
 

@@ -31,7 +31,7 @@ Python API
 ==========
 
 Generated from signatures, types and docstrings. ``import topograd as tg``: the names of the first page are
-``tg.NAME``, those of the others ``tg.geometry.NAME`` and so on. Everything not listed is private and may change.
+``tg.NAME``, those of the others ``tg.geometry.NAME`` and so on. What is not listed is private and may change.
 
 .. toctree::
    :maxdepth: 1
