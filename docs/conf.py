@@ -22,12 +22,13 @@ version = release = importlib.metadata.version("topograd")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["_build", "_ext", "gap.md", "reproduce.md", "status.md"]
+exclude_patterns = ["_build", "_ext", "gap.md", "reproduce.md"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 nitpicky = False
 highlight_language = "none"
+smartquotes = False
 pygments_style, pygments_dark_style = "default", "monokai"
 
 autodoc_member_order = "bysource"
