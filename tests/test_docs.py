@@ -236,27 +236,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     sources = shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("_build"))
     for name in ("reference/api", "reference/commands"):
         shutil.rmtree(sources / name, ignore_errors=True)
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-q",
-        "-b",
-        "html",
-        sources,
-        tmp_path / "out",
-    ]
+    flags = ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command = [sys.executable, *flags, str(sources), str(tmp_path / "out")]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-4000:]
     api = (tmp_path / "out/reference/api/topograd.html").read_text(encoding="utf-8")
     assert all(f'id="topograd.{name}"' in api for name in ("GPT", "train_step", "load", "Topology"))
-    flags = (tmp_path / "out/reference/commands/train.html").read_text(encoding="utf-8")
-    assert "--partition TEXT" in flags
+    train = (tmp_path / "out/reference/commands/train.html").read_text(encoding="utf-8")
+    assert "--partition TEXT" in train
     keys = (tmp_path / "out/reference/config.html").read_text(encoding="utf-8")
     assert "lr_matrix" in keys
-    assert str(ROOT) not in api + flags + keys, "no path of this machine"
+    assert str(ROOT) not in api + train + keys, "no path of this machine"
     assert "three-minutes.html" in (tmp_path / "out/llms.txt").read_text(encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 from site_fields import Described, described, escaped, markdown, shown
 
-MORE = {"eval": [("core",)], "train": [("--task", "images")]}
+MORE: dict[str, Sequence[tuple[str, ...]]] = {"eval": [("core",)], "train": [("--task", "images")]}
 """What a command takes beside its own flags, and does not list as subcommands."""
 
 
@@ -67,7 +67,7 @@ def commands_of(verb: str) -> list[Command]:
 
     first = ask([verb], main)
     listed = re.search(r"\{([\w,-]+)\}", first.printed) if first.kind is None else None
-    below = [(name,) for name in listed[1].split(",")] if listed else MORE.get(verb, [])
+    below = [(name,) for name in listed[1].split(",")] if listed else MORE.get(verb, ())
     return [first, *(ask([verb, *words], main) for words in below)]
 
 

@@ -45,8 +45,10 @@ def table(path: str, title: str, kind: type, value: Any = None) -> Iterator[str]
         if one.nested:
             inner.append(one)
             continue
-        items = [item for item in get_args(one.hint) if is_dataclass(item)]
-        typed = f"tables, see below or {items[0].__name__}" if items else one.typed
+        items = [
+            str(item.__name__) for item in get_args(one.hint) if isinstance(item, type) and is_dataclass(item)
+        ]
+        typed = f"tables of {items[0]}" if items else one.typed
         default = shown(one.default)
         tail = f"{typed}; default `{default}`" if default else typed
         body = markdown(one.text).replace("\n", "\n  ") or "No further description."

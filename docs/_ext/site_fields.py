@@ -88,9 +88,12 @@ def docstrings(kind: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     for before, node in pairwise(body):
-        named = isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
-        if named and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            texts[before.target.id] = inspect.cleandoc(str(node.value.value))
+        match before, node:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = inspect.cleandoc(text)
     return texts
 
 

@@ -2,10 +2,10 @@
 
     python docs/_ext/site_matrix.py          writes docs/reference/matrix.md
 
-A test that proves a cell carries `@pytest.mark.covers(MODEL, USE, ..., feature=FEATURE)`. Without a feature it
-is about the model itself; a feature that goes with no use has none. Markers are read from the source: nothing
-is run or imported. Where a use is an error, `ERRORS` names the file and a part of the line that says so, and
-it must stand there. What neither a test nor an error decides is a question mark.
+A test that proves a cell carries `@pytest.mark.covers(MODEL, USE, ..., feature=FEATURE)`. Without a feature
+it is about the model itself; a feature that goes with no use has none. Markers are read from the source, and
+nothing is run or imported. Where a use is an error, `ERRORS` names the file and a part of the line that says
+so, and it must stand there. What neither a test nor an error decides is a question mark.
 """
 
 from __future__ import annotations
@@ -179,15 +179,14 @@ def page(root: Path = ROOT) -> str:
             error = FEATURE_ERRORS.get((model, feature))
             row.append(words or ("✓" if proofs else notes.link(error) if error else "?"))
         second.append(row)
-    tests = len({cover.test for cover in found})
     return "\n".join(
         [
-            HEAD.format(tests=tests),
+            HEAD,
             "## Models and uses\n",
             *table(["", *USES.values()], first),
             "\n## Features\n",
-            "The words in a cell are the uses for which a test proves the feature on that model. ✓: the feature is no use\n"
-            "of a model, and a test proves it.\n",
+            "A cell has the uses for which a test proves the feature on that model. ✓: a feature that\n"
+            "goes with no use, and a test proves it.\n",
             *table(["feature", *MODELS.values()], second),
             "\n## Why not\n",
             "The error that you get, and the file that raises it.\n",
@@ -199,13 +198,12 @@ def page(root: Path = ROOT) -> str:
 
 HEAD = """# Matrix: what works on what
 
-Made by `python docs/_ext/site_matrix.py` from the tests; do not edit. ✓: {tests} tests carry the marks, and one of
-them proves the cell. –: an error, linked to its line. ?: no test claims it; it may work.
+Made from marks on the tests by `python docs/_ext/site_matrix.py`; do not edit. ✓: a test proves it. –: an
+error, linked to its line. ?: no test claims it; it may work.
 
-*Mamba, hybrid*: Mamba-2, Mamba-3 and stacks that mix them with attention. *Imported families*: Llama, Mistral,
-Qwen2, Qwen3, GPT-2, Gemma 1 to 3, from Hugging Face folders and GGUF files. *Adapted modules*: other causal
-models, which transformers runs, and modules given to `tg.adapt`. *Images*: MLP, VGG, ResNet, ViT. *Own stack*: a
-`tg.ModelSpec` of yours.
+*Mamba, hybrid*: Mamba-2, Mamba-3 and stacks that mix them with attention. *Imported families*: Llama,
+Mistral, Qwen2, Qwen3, GPT-2, Gemma 1 to 3, from Hugging Face folders and GGUF files. *Adapted modules*:
+other causal models, which transformers runs. *Images*: MLP, VGG, ResNet, ViT. *Own stack*: a `tg.ModelSpec` of yours.
 """
 
 
