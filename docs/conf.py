@@ -36,7 +36,7 @@ autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 100
+python_maximum_signature_line_length = 120
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"

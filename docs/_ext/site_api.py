@@ -106,7 +106,9 @@ def plain(lines: list[str]) -> list[str]:
             out += _block(list(block), listed)
             listed = bool(re.match(r"\s*(-|\d+\.) ", block[0])) or (listed and block[0].startswith(" "))
             block = []
-    return out
+    text = "\n".join(out)
+    between = re.compile(r"(?<=\n)(    [^\n]*\n\n)::\n\n(?=    )")  # two blocks of code are one
+    return between.sub(r"\1", text).split("\n")
 
 
 def _block(block: list[str], listed: bool) -> list[str]:

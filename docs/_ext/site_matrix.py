@@ -203,7 +203,8 @@ error, linked to its line. ?: no test claims it; it may work.
 
 *Mamba, hybrid*: Mamba-2, Mamba-3 and stacks that mix them with attention. *Imported families*: Llama,
 Mistral, Qwen2, Qwen3, GPT-2, Gemma 1 to 3, from Hugging Face folders and GGUF files. *Adapted modules*:
-other causal models, which transformers runs. *Images*: MLP, VGG, ResNet, ViT. *Own stack*: a `tg.ModelSpec` of yours.
+other causal models, which transformers runs. *Images*: MLP, VGG, ResNet, ViT. *Own stack*: a `tg.ModelSpec`
+of yours.
 """
 
 
