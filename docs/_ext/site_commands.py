@@ -1,6 +1,6 @@
 """Reference of the commands: every flag, read from the dataclass that the command itself parses.
 
-Each command is called with `--help`, and the call to tyro is caught: its dataclass has the flags. A command
+Each command is called with `--help`, and the first thing that it does with its dataclass is caught. A command
 without one lists its subcommands, which are asked in turn.
 """
 
@@ -44,16 +44,16 @@ object. Exit codes: 0 done, 1 a bug, 2 bad input (one line on stderr), 130 inter
 
 def ask(words: Sequence[str], main: Callable[[list[str]], int]) -> Command:
     """The command of a program behind these words."""
-    import tyro
+    from topograd.cli import console
 
     caught: list[tuple[type, Any]] = []
 
-    def cli(kind: type, *, default: Any = None, **_: Any) -> None:
+    def flags_of(kind: type, default: Any = None) -> None:
         caught.append((kind, default))
         raise SystemExit(0)
 
     out = io.StringIO()
-    with mock.patch.object(tyro, "cli", cli), contextlib.redirect_stdout(out):
+    with mock.patch.object(console, "flags_of", flags_of), contextlib.redirect_stdout(out):
         code = main([*words, "--help"])
     if code != 0:
         raise RuntimeError(f"{' '.join(words)} --help ended with {code}")
