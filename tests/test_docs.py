@@ -106,7 +106,7 @@ def test_the_examples_of_docstrings_are_right(module: str) -> None:
 
 def test_the_page_on_stacks_shows_the_example_whole() -> None:
     assert (EXAMPLES / "own_stack.py").read_text(encoding="utf-8") in blocks(
-        ROOT / "docs/howto/own-model.md", "python"
+        ROOT / "docs/how-to/own-stack.md", "python"
     )
 
 

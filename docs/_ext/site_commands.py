@@ -109,14 +109,19 @@ def section(command: Command, level: str) -> str:
     return "\n".join(lines)
 
 
-def pages(verbs: Mapping[str, str]) -> dict[str, str]:
-    """The page of each command, by name, and the index."""
+def pages(groups: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """The page of each command, by name, and the index; commands stand in groups, by heading."""
     made = {}
+    verbs = [verb for names in groups.values() for verb in names]
     for verb in verbs:
         first, *rest = commands_of(verb)
         parts = [section(first, "#"), *(section(command, "##") for command in rest)]
         made[verb] = f"(command-{verb})=\n" + "\n".join(parts)
-    table = "\n".join(f"| [`{verb}`](#command-{verb}) | {escaped(text)} |" for verb, text in verbs.items())
+    rows = []
+    for group, names in groups.items():
+        rows += [f"| **{escaped(group)}** | |"] if group else []
+        rows += [f"| [`{verb}`](#command-{verb}) | {escaped(text)} |" for verb, text in names.items()]
+    table = "\n".join(rows)
     tree = "\n".join(["```{toctree}", ":hidden:", "", *verbs, "```"])
     made["index"] = f"{INDEX}{table}\n\n{tree}\n"
     return made
@@ -124,9 +129,10 @@ def pages(verbs: Mapping[str, str]) -> dict[str, str]:
 
 def write(folder: Path) -> None:
     """Write the pages into `folder`."""
-    from topograd.cli.main import VERBS
+    from topograd.cli import main
 
-    write_pages(folder, {f"{name}.md": text for name, text in pages(VERBS).items()})
+    groups = getattr(main, "GROUPS", {"": main.VERBS})
+    write_pages(folder, {f"{name}.md": text for name, text in pages(groups).items()})
 
 
 def write_pages(folder: Path, made: Mapping[str, str]) -> None:

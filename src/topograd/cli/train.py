@@ -50,7 +50,7 @@ class Train:
     stop_after: int | None = None
     """Stop and save after this step of the schedule; --resume goes on from there."""
     parallel: Annotated[str | None, tyro.conf.arg(metavar="stages=P[,replicas=R]")] = None
-    """Spread the stages over the ranks that torchrun started; see docs/howto/several-machines.md."""
+    """Spread the stages over the ranks that torchrun started; see docs/how-to/several-machines.md."""
     json: Json = False
     settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
