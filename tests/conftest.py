@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,6 +215,24 @@ def imported(
     run = tmp_path_factory.mktemp("imported") / "run"
     import_model(source("llama")[0], run, partition="2,2")
     return open_session(run)
+
+
+@pytest.fixture(scope="session")
+def adapted(
+    source: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> LoadedTextRun:
+    """A run of two stages of a small GPT-NeoX, which has no native stack: transformers runs it."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("adapted")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.GPTNeoXConfig(
+        vocab_size=320, max_position_embeddings=64, attn_implementation="eager", **sizes
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder / "neox")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source("llama")[0] / name, folder / "neox" / name)
+    import_model(folder / "neox", folder / "run", partition="2,2")
+    return open_session(folder / "run")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""README, documentation and examples: their Python runs, and their commands name flags that exist."""
+"""README, documentation and examples: Python runs, commands name flags that exist, links resolve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import importlib
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +18,25 @@ from typing import Any
 import pytest
 import torch
 
+import site_commands
+import site_llms
 import topograd as tg
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "papers").rglob("*.md"))]
+DOCS = ROOT / "docs"
+MADE = ("_build", "_ext", "reference/api", "reference/commands", "reference/config.md")
+"""What `make docs` makes from the code, and what makes it."""
+SITE = [p for p in sorted(DOCS.rglob("*.md")) if not p.relative_to(DOCS).as_posix().startswith(MADE)]
+PAGES = [ROOT / "README.md", *SITE, *sorted((ROOT / "papers").rglob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md"]
+NOT_YET = frozenset({"chat", "specialist", "config", "completion"})
+"""Commands that the pages already name; each is checked as soon as the program has it."""
 EXAMPLES = ROOT / "examples"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -44,7 +60,7 @@ def hugging_face() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,31 +81,33 @@ def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
     monkeypatch.setitem(sys.modules, page.stem, ModuleType(page.stem))  # where dataclasses look up names
     for block in code:
         assert not re.search(r"^(from|import) topograd\.|^from topograd import", block, re.MULTILINE), block
-        exec(compile(block, f"{page.name}", "exec"), names)
+        exec(compile(block, name_of(page), "exec"), names)
 
 
 def with_examples() -> dict[str, str]:
     """The modules whose docstrings have examples, by path."""
     roots = {"src": ROOT / "src", "papers": ROOT, "benchmarks": ROOT / "benchmarks", "tests/oracles": ROOT}
-    result = {}
+    found = {}
     for folder, root in roots.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             if ">>> " in path.read_text(encoding="utf-8"):
-                result[str(path.relative_to(ROOT))] = ".".join(path.relative_to(root).with_suffix("").parts)
-    return result
+                found[str(path.relative_to(ROOT))] = ".".join(path.relative_to(root).with_suffix("").parts)
+    return found
 
 
 @pytest.mark.parametrize("module", with_examples().values(), ids=with_examples())
 def test_the_examples_of_docstrings_are_right(module: str) -> None:
-    result = doctest.testmod(
+    found = doctest.testmod(
         importlib.import_module(module.removesuffix(".__init__")), optionflags=doctest.ELLIPSIS
     )
-    assert result.attempted > 0
-    assert result.failed == 0
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_the_page_on_stacks_shows_the_example_whole() -> None:
-    assert (EXAMPLES / "own_stack.py").read_text(encoding="utf-8") in blocks(ROOT / "docs/stack.md", "python")
+    assert (EXAMPLES / "own_stack.py").read_text(encoding="utf-8") in blocks(
+        ROOT / "docs/how-to/own-stack.md", "python"
+    )
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda example: example.stem)
@@ -116,8 +134,8 @@ def test_an_example_of_every_seam_trains_decodes_and_speculates(
 
 
 def test_an_example_of_safe_directions_forgets_less_for_as_much() -> None:
-    result = runpy.run_path(str(EXAMPLES / "safe_adapters.py"))["main"]()
-    (learned, forgotten), (safely, kept) = result["plain LoRA"], result["safe directions"]
+    found = runpy.run_path(str(EXAMPLES / "safe_adapters.py"))["main"]()
+    (learned, forgotten), (safely, kept) = found["plain LoRA"], found["safe directions"]
     assert safely > 0.8 * learned > 1
     assert kept < 0.25 * forgotten
 
@@ -127,49 +145,109 @@ _CALL = re.compile(r"\s*(?:\S*/)?(topograd|python -m papers|python(?= benchmarks
 
 def commands() -> list[tuple[str, str, list[str]]]:
     """Every call of a program in a plain block: its page, the program, and the words behind it."""
-    result = []
+    found = []
     for page in PAGES:
         for block in blocks(page, ""):
             for line in block.replace("\\\n", " ").splitlines():
                 if call := _CALL.match(line):
-                    result.append((f"{page.name}: {line}", call[1], shlex.split(call[2], comments=True)))
-    return result
+                    found.append((f"{page.name}: {line}", call[1], shlex.split(call[2], comments=True)))
+    return found
 
 
-def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_names_a_verb_and_flags_that_exist() -> None:
     from papers.__main__ import VERBS as PAPERS_VERBS
     from papers.__main__ import main as papers
-    from topograd.cli.main import ALIASES, VERBS, main
+    from topograd.cli.main import VERBS, main
 
     programs = {"topograd": (main, VERBS), "python -m papers": (papers, PAPERS_VERBS)}
-    deeper = ("bench", "check", "completion", "config", "search", "space", "specialist")
-    known: dict[tuple[str, ...], str] = {}
+    deeper = ("bench", "check", "config", "search", "space", "specialist")
+    known: dict[tuple[str, ...], set[str]] = {}
     for where, program, words in commands():
         if program == "python":
             assert (ROOT / words[0]).is_file(), where
             continue
         run, verbs = programs[program]
         verb = words[0]
-        words = [*ALIASES[verb].split(), *words[1:]] if verb in ALIASES else words
-        verb = words[0]
-        assert verb in verbs or verb.startswith("-"), where
-        if verb.startswith("-"):
+        if verb.startswith("-") or (verb in NOT_YET and verb not in verbs):
             continue
+        assert verb in verbs, where
         two = (verb in deeper or words[:2] == ["eval", "core"]) and not words[1].startswith("-")
         path = tuple(words[: 2 if two else 1])
         if "--task" in words:  # each task has flags of its own
             path = (*path, "--task", words[words.index("--task") + 1])
         if (program, *path) not in known:
-            assert run([*path, "--help-all"]) == 0, where
-            known[program, *path] = capsys.readouterr().out
+            known[program, *path] = flags_of_command(path, run)
         for word in words:
             if word.startswith("--"):
-                flag = word.partition("=")[0]
-                assert re.search(rf"{re.escape(flag)}\b", known[program, *path]), f"{flag} of {where}"
+                flag = word.partition("=")[0].replace("_", "-")
+                assert flag in known[program, *path], f"{flag} of {where}"
+
+
+def flags_of_command(words: Sequence[str], main: Callable[[list[str]], int]) -> set[str]:
+    """The flags that a command takes, `--no-...` and `--help` among them."""
+    command = site_commands.ask(words, main)
+    if command.kind is None:
+        return set(re.findall(r"--[\w.-]+", command.printed))
+    own = [name for name, _ in site_commands.flags(command.kind, command.default) if name.startswith("--")]
+    off = {re.sub(r"^--(.*\.)?", lambda level: f"{level[0]}no-", name) for name in own}
+    return {*own, *off, "--help", *(["--task"] if words[0] == "train" else [])}
 
 
 def test_commands_of_every_program_are_found() -> None:
     assert {program for _, program, _ in commands()} == {"topograd", "python -m papers", "python"}
+
+
+_LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them, and its labels."""
+    titles = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    slugs = {re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_every_internal_link_of_a_page_resolves(page: Path) -> None:
+    for target in _LINK.findall(page.read_text(encoding="utf-8")):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if file.is_relative_to(DOCS) and file.relative_to(DOCS).as_posix().startswith(MADE):
+            continue  # the build looks for these
+        assert file.exists(), f"{name_of(page)}: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{name_of(page)}: {target}"
+
+
+def test_every_page_is_in_the_index_and_in_llms_txt() -> None:
+    made = site_llms.page(DOCS)
+    listed = {link.removesuffix(".html") for link in re.findall(r"\]\(([\w/.-]+\.html)\)", made)}
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in SITE}
+    assert pages - {"index", "gap", "reproduce"} == listed - site_llms.GENERATED.keys()
+    assert all(line.count(": ") for line in made.splitlines() if line.startswith("- ")), "each has a sentence"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    sources = shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("_build"))
+    for name in ("reference/api", "reference/commands"):
+        shutil.rmtree(sources / name, ignore_errors=True)
+    flags = ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command = [sys.executable, *flags, str(sources), str(tmp_path / "out")]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-4000:]
+    api = (tmp_path / "out/reference/api/topograd.html").read_text(encoding="utf-8")
+    assert all(f'id="topograd.{name}"' in api for name in ("GPT", "train_step", "load", "Topology"))
+    train = (tmp_path / "out/reference/commands/train.html").read_text(encoding="utf-8")
+    assert "--partition" in train
+    keys = (tmp_path / "out/reference/config.html").read_text(encoding="utf-8")
+    assert "lr_matrix" in keys
+    assert str(ROOT) not in api + train + keys, "no path of this machine"
+    assert "three-minutes.html" in (tmp_path / "out/llms.txt").read_text(encoding="utf-8")
 
 
 def test_every_study_and_script_that_a_page_names_is_there() -> None:

@@ -176,6 +176,13 @@ def test_the_plan_says_how_it_predicts(run: Trained) -> None:
     assert session.step == 4
 
 
+@pytest.mark.covers("gpt", "decode")
+@pytest.mark.covers("gpt", "decode", feature="topologies")
+@pytest.mark.covers("gpt", "decode", feature="objectives")
+@pytest.mark.covers("gpt", "decode", feature="relays")
+@pytest.mark.covers("gpt", "decode", feature="interfaces")
+@pytest.mark.covers("mamba", "decode")
+@pytest.mark.covers("mamba", "train", "decode", feature="topologies")
 def test_greedy_text_is_that_of_the_models_own_prediction(exact: tg.Model) -> None:
     """Within the context and, its older half forgotten, beyond it."""
     expected = slow(exact)
@@ -200,6 +207,8 @@ def test_bits_per_byte_are_those_of_the_models_own_prediction(run: Trained) -> N
     assert 3 < bpb < 9
 
 
+@pytest.mark.covers("gpt", "decode", feature="speculation")
+@pytest.mark.covers("mamba", "decode", feature="speculation")
 def test_drafts_write_what_full_depth_writes(run: Trained, exact: tg.Model) -> None:
     if not run.leaves_early:
         with pytest.raises(tg.TopogradError) as caught:
@@ -249,6 +258,8 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return Called(capfd)
 
 
+@pytest.mark.covers("gpt", "decode", feature="early exit")
+@pytest.mark.covers("mamba", "decode", feature="early exit")
 def test_calibrated_and_left_early_or_refused(run: Trained, call: Called) -> None:
     if not run.leaves_early:
         why = "predicts by the path" if run.kind.predicts == "path" else "has 1 predicting stages of"

@@ -23,6 +23,11 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_SOURCE = ("runs", "shared", "build", "dist")
 """Folders that may lie at the root of a work tree and belong to no distribution, as those with a dot."""
+SITE = (
+    *("docs/_build", "docs/reference/api", "docs/reference/commands"),
+    *("docs/reference/config.md", "docs/llms.txt"),
+)
+"""What `make docs` makes: three folders, then files."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("packaging")
     tree, out = folder / "tree", folder / "out"
     shutil.copytree(ROOT, tree, ignore=_not_source)
-    for name in (*NOT_SOURCE, ".venv"):
+    for name in (*NOT_SOURCE, ".venv", *SITE[:3]):
         (tree / name).mkdir()
         (tree / name / "left_behind.py").write_text("")
     # The wheel is built from the unpacked source distribution, so a file that this lacks is missed in both.
@@ -108,7 +113,11 @@ def test_the_source_distribution_is_the_project_without_what_lies_around_in_it(b
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"} <= built.in_sdist
     assert {"CODE_OF_CONDUCT.md", "Dockerfile", "SECURITY.md"} <= built.in_sdist
     for folder in ("benchmarks", "docs", "examples", "notebooks", "papers", "tests"):
-        files = [file for file in (built.tree / folder).rglob("*") if file.is_file()]
+        files = [
+            file
+            for file in (built.tree / folder).rglob("*")
+            if file.is_file() and file.name != "left_behind.py"
+        ]
         assert {file.relative_to(built.tree).as_posix() for file in files} <= built.in_sdist
     tops = {name.partition("/")[0] for name in built.in_sdist}
     assert not tops & {*NOT_SOURCE, ".venv", ".git"}
@@ -168,6 +177,7 @@ def _not_source(folder: str, names: list[str]) -> set[str]:
         if name == "__pycache__"
         or name.endswith(".egg-info")
         or (at_root and (name in NOT_SOURCE or name.startswith(".")))
+        or (Path(folder) / name).relative_to(ROOT).as_posix() in SITE
     }
 
 

@@ -29,6 +29,7 @@ def refusal(answer: Any) -> str:
     return str(last)
 
 
+@pytest.mark.covers("gpt", feature="inspect")
 def test_a_run_of_ours(staged: Path, call: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(staged, tmp_path / "run")
     found = call("inspect", folder, "--json").json
@@ -77,6 +78,7 @@ def test_an_encoder_has_no_gradients(call: Any, tmp_path: Path, monkeypatch: pyt
     assert "5 of 5" in (tmp_path / "bert-geometry.html").read_text()
 
 
+@pytest.mark.covers("imported", feature="inspect")
 def test_a_causal_model_has_and_rmsnorm_fails(call: Any, tmp_path: Path) -> None:
     folder = tiny(tmp_path / "llama", "LlamaForCausalLM")
     found = call("inspect", folder, "--out", tmp_path / "page.html", "--json").json

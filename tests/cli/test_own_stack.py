@@ -49,6 +49,8 @@ def test_it_is_a_run_with_its_own_table(own: Path) -> None:
     }
 
 
+@pytest.mark.covers("own", "train", "resume")
+@pytest.mark.covers("own", "train", "resume", feature="topologies")
 def test_stopped_and_resumed_it_is_the_same_bit_for_bit(own: Path, tmp_path: Path, call: Any) -> None:
     half = tmp_path / "half"
     assert call("train", *SMALL, "--out", half, "--stop-after", 3).json["steps"] == 3
@@ -57,12 +59,15 @@ def test_stopped_and_resumed_it_is_the_same_bit_for_bit(own: Path, tmp_path: Pat
     assert load(half).session.weights == load(own).session.weights
 
 
+@pytest.mark.covers("own", "decode", feature="scores")
 def test_it_is_evaluated_and_scored(own: Path, call: Any) -> None:
     assert call("eval", own, "--bytes", 300, "--json").json["bpb"]["last"] > 0
     words = ("--context", "def ", "--continuation", "main", "--continuation", "x")
     assert len(call("score", own, *words, "--json").json["continuations"]) == 2
 
 
+@pytest.mark.covers("own", "decode")
+@pytest.mark.covers("own", "decode", feature="early exit")
 @pytest.mark.parametrize("depth", ["full", "prefix:1", "speculate:2"])
 def test_it_writes_at_every_depth(own: Path, call: Any, depth: str) -> None:
     answer = call("generate", own, "--prompt", "def ", "--tokens", 8, "--depth", depth, "--json").json
@@ -70,6 +75,7 @@ def test_it_writes_at_every_depth(own: Path, call: Any, depth: str) -> None:
     assert answer["runtime"] == "torch"
 
 
+@pytest.mark.covers("own", "decode", feature="speculation")
 def test_speculation_is_exact(own: Path) -> None:
     model = load(own)
     model.session.stack.double()
@@ -90,6 +96,7 @@ def test_ragged_texts_are_those_of_one_alone(own: Path) -> None:
     assert len({tuple(emitted.token for emitted in text) for text in together}) == 3, "they differ"
 
 
+@pytest.mark.covers("own", "serve")
 def test_it_is_served(own: Path) -> None:
     served = open_served(own, None, Limits(rows=2, waiting=4, seconds=60, grace=2))
     running = Running(served, bind("127.0.0.1", 0), None)

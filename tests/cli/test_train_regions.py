@@ -12,6 +12,8 @@ WORDS = ["--partition", "1,1,2", "--model.layers", "4", "--interface", "S=4,r=4,
 WORDS += ["--steps", "4", "--seed", "1"]
 
 
+@pytest.mark.covers("gpt", "train", "resume", "decode", feature="interfaces")
+@pytest.mark.covers("mamba", "train", "resume", "decode", feature="interfaces")
 @pytest.mark.parametrize("architecture", ["transformer", "hybrid"])
 def test_regions_train_stop_resume_and_write(
     size: list[str], call: Any, tmp_path: Path, architecture: str
@@ -38,6 +40,7 @@ def test_regions_train_stop_resume_and_write(
 SCAN = ["--partition", "1,1,1,1", "--model.layers", "4", "--interface", "S=4,r=4", "--steps", "6"]
 
 
+@pytest.mark.covers("gpt", "train", "resume", feature="recompute")
 @pytest.mark.parametrize(
     "words",
     [

@@ -51,6 +51,8 @@ def run(theirs: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+@pytest.mark.covers("adapted", "decode")
+@pytest.mark.covers("adapted", "decode", feature="speculation")
 def test_logits_and_greedy_text_are_the_models_own(theirs: tuple[Path, Any], run: Path) -> None:
     model = tg.load(run)
     with torch.no_grad():
@@ -69,6 +71,8 @@ def test_logits_and_greedy_text_are_the_models_own(theirs: tuple[Path, Any], run
     assert model.generate("def read", tokens=6, depth="speculate:lookup") == text
 
 
+@pytest.mark.covers("adapted", "train", feature="lora")
+@pytest.mark.covers("adapted", "train", feature="topologies")
 def test_verbs_work_on_it(
     run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

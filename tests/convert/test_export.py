@@ -30,6 +30,7 @@ Source = Callable[[str], tuple[Path, Any]]
 TOKENS = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.covers("imported", "export")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_transformers_loads_it_with_equal_logits(source: Source, tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -45,6 +46,7 @@ def test_transformers_loads_it_with_equal_logits(source: Source, tmp_path: Path,
     assert "licence" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.covers("imported", "export")
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
 def test_a_gguf_comes_back(source: Source, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("gguf")
@@ -114,6 +116,8 @@ def test_what_no_format_can_say_is_refused(source: Source, straight: Run, tmp_pa
         export_model(tmp_path / "run", tmp_path / "out", "hf")
 
 
+@pytest.mark.covers("imported", "train", "export", feature="lora")
+@pytest.mark.covers("imported", "train", "export", feature="frozen")
 @pytest.mark.parametrize("how", [["--lora-rank", "2"], ["--frozen"]], ids=["lora", "frozen"])
 def test_a_tuned_model_is_plain_with_a_adapter_beside_it(
     source: Source, corpus: Path, tmp_path: Path, how: list[str]
@@ -141,6 +145,7 @@ def test_a_tuned_model_is_plain_with_a_adapter_beside_it(
     )
 
 
+@pytest.mark.covers("imported", "export", feature="retrofit")
 def test_exits_of_a_retrofit_go_into_the_adapter(source: Source, tmp_path: Path) -> None:
     run = tmp_path / "run"
     import_model(source("llama")[0], run, partition="2,2", context=32)

@@ -46,6 +46,7 @@ def imported(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.covers("imported", "decode")
 def test_greedy_text_is_the_models_own(source: Source, imported: Path) -> None:
     theirs, model = source("llama")[1], tg.load(imported)
     prompt = model.encode("def read")
@@ -87,6 +88,7 @@ def test_a_partition_that_is_none_is_named_by_its_flag(
     assert not out.exists()
 
 
+@pytest.mark.covers("imported", "decode", feature="early exit")
 @pytest.mark.parametrize("verb", ["eval", "compare", "report", "calibrate"])
 def test_verbs_work_on_it(
     imported: Path, verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -99,6 +101,7 @@ def test_verbs_work_on_it(
     assert not (verb == "eval" and (run / "results.json").exists()), "some bytes are not its results"
 
 
+@pytest.mark.covers("imported", "decode", feature="chat")
 def test_a_conversation(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--prompt", "read", "--tokens", "4", "--json"]
     assert main(["chat", str(imported), *flags]) == 0
@@ -162,6 +165,7 @@ def test_what_transformers_keeps_beside_a_tokenizer(source: Source, tmp_path: Pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [7, 9]
 
 
+@pytest.mark.covers("imported", "train", feature="topologies")
 def test_it_is_trained_on_in_stages(imported: Path, corpus: Path, tmp_path: Path) -> None:
     base = open_session(imported)
     config = base.config.changed(partition="1,3", steps=3, batch=2, init=str(imported), data=str(corpus))

@@ -42,6 +42,8 @@ def run(out: Path, *arguments: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.covers("gpt", "export")
+@pytest.mark.covers("gpt", "export", feature="early exit")
 def test_the_script_writes_the_texts_of_the_manifest(exported: Path) -> None:
     texts = json.loads((exported / "manifest.json").read_text())["texts"]
     exits = {left for text in texts for _, left in text["tokens"]}

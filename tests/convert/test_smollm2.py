@@ -48,6 +48,7 @@ def test_it_knows_something(model: tg.Model) -> None:
     assert "Paris" in answer
 
 
+@pytest.mark.covers("imported", "decode", feature="speculation")
 def test_drafts_from_anywhere_write_what_it_writes(model: tg.Model) -> None:
     full = model.generate(CODE, tokens=12, depth="full")
     looked_up = model.generate(CODE, tokens=12, depth="speculate:lookup")

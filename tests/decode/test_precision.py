@@ -44,6 +44,7 @@ def test_costs_by_exit(session: LoadedTextRun, text: Text) -> None:
     assert sum(costs["int4"]["agreement"]) < sum(costs["int8"]["agreement"])
 
 
+@pytest.mark.covers("gpt", "runtime", feature="int8")
 def test_readings_are_those_of_the_weights_that_run(session: LoadedTextRun, text: Text) -> None:
     own = heldout_readings(session, text)
     same = heldout_readings(session, text, engine=engine_of(session, "onnx"))

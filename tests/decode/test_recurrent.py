@@ -37,6 +37,8 @@ def tokens_of(mode: DecodeStrategy, prompts: Sequence[Sequence[int]] = PROMPTS) 
     return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, TOKENS)]
 
 
+@pytest.mark.covers("mamba", "decode")
+@pytest.mark.covers("mamba", "decode", feature="early exit")
 def test_every_prefix_writes_what_the_slow_way_writes(model: GPT, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(model)
     assert engine.keeps_states
@@ -45,6 +47,7 @@ def test_every_prefix_writes_what_the_slow_way_writes(model: GPT, make_engine: C
         assert tokens_of(FixedDepth(engine, stage)) == expected
 
 
+@pytest.mark.covers("mamba", "decode", feature="speculation")
 @pytest.mark.parametrize("longest", [1, 3, 6])
 def test_speculation_replays_instead_of_rolling_back(
     model: GPT, make_engine: Callable[..., Engine], longest: int, monkeypatch: pytest.MonkeyPatch

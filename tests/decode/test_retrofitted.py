@@ -77,6 +77,7 @@ def written(session: LoadedTextRun, depth: str) -> list[int]:
     return [emitted.token for emitted in generate_batch(mode, PROMPT, 11)[0]]
 
 
+@pytest.mark.covers("gpt", "decode", feature="retrofit")
 @torch.no_grad()
 def test_exits_are_what_prefixes_predict_and_full_depth_stays(with_exits: LoadedTextRun) -> None:
     session = with_exits

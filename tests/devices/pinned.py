@@ -1,4 +1,4 @@
-"""The numbers of docs/devices.md: how often the host may wait for the device, by path."""
+"""The numbers of docs/reference/devices.md: how often the host may wait for the device, by path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from devices import Transfers
 
-_PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "devices.md"
 
 
 @cache

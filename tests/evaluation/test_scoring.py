@@ -47,6 +47,8 @@ def bundles_of(seed: int = 3) -> list[list[TokenRow]]:
     return found
 
 
+@pytest.mark.covers("gpt", "decode", feature="scores")
+@pytest.mark.covers("mamba", "decode", feature="scores")
 @pytest.mark.parametrize(
     ("topology", "architecture"),
     [

@@ -123,6 +123,8 @@ def test_the_head_of_ridge_is_the_one_that_predicts() -> None:
     torch.testing.assert_close(stack.readout(h, 0), expected)
 
 
+@pytest.mark.covers("images", "train", "resume")
+@pytest.mark.covers("images", "train", "resume", feature="local rules")
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_a_run_that_resumes_bit_for_bit(
     rule: str, image_config: TrainConfig, tmp_path: Path
@@ -141,6 +143,7 @@ def test_every_rule_is_a_run_that_resumes_bit_for_bit(
     assert 0 <= result["accuracy"]["prediction"] <= 1
 
 
+@pytest.mark.covers("gpt", "train", feature="local rules")
 @pytest.mark.parametrize("objective", ["autoencoder", "byol"])
 def test_models_of_text_take_them_too(objective: str) -> None:
     """By the formulas of the module, with every weight at random."""

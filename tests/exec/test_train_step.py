@@ -272,6 +272,8 @@ class ZLoss:
         )
 
 
+@pytest.mark.covers("own", "train", feature="objectives")
+@pytest.mark.covers("own", "train", feature="relays")
 def test_a_relay_and_an_objective_of_ones_own(tiny: type[Tiny]) -> None:
     """Both ends of the relay carry gradient, λ acts between them; the objective is used by name."""
     heard = Edge(0, grad_scale=0.3, relay="doubling")
@@ -456,6 +458,7 @@ def test_a_teacher_is_heard_only_by_those_who_ask(tiny: type[Tiny]) -> None:
 # Layers that run again
 
 
+@pytest.mark.covers("own", "train", feature="recompute")
 def test_recomputed_gradients_are_the_same_bits(case: Case, tiny: type[Tiny]) -> None:
     stack, (inputs, targets) = tiny.gpt(case.topology, **case.settings), tiny.batch()
     teacher = tiny.teacher(inputs)

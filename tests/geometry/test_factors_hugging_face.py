@@ -42,6 +42,7 @@ def inputs_of(module: nn.Module, model: nn.Module, ids: Tensor) -> Tensor:
     return seen[0].T @ seen[0] / len(seen[0])
 
 
+@pytest.mark.covers("adapted", feature="inspect")
 @pytest.mark.parametrize(
     ("make", "layer", "sides"),
     [

@@ -77,6 +77,9 @@ def test_nothing_changes_until_it_learns_and_everything_learns(stack: Stack) -> 
         assert gradient.abs().max() > 0, name
 
 
+@pytest.mark.covers("gpt", "decode", feature="lora")
+@pytest.mark.covers("mamba", "train", "decode", feature="lora")
+@pytest.mark.covers("imported", "decode", feature="lora")
 def test_merged_it_is_an_ordinary_model_with_the_same_logits(stack: Stack) -> None:
     names = set(stack.state_dict())
     plain = {name: tensor.clone() for name, tensor in stack.state_dict().items()}

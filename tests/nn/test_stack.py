@@ -238,7 +238,7 @@ def test_a_stack_without_parts_says_so() -> None:
 
 def test_the_example_stands_in_the_documentation_and_is_short(examples: Path) -> None:
     code = (examples / "own_stack.py").read_text()
-    page = (examples.parent / "docs" / "stack.md").read_text()
+    page = (examples.parent / "docs" / "how-to" / "own-stack.md").read_text()
     assert code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     body = code[code.index("@dataclass") :].splitlines()
     assert sum(bool(line.strip()) for line in body) < 60

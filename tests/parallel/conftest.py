@@ -73,7 +73,7 @@ Launch = Callable[..., RunningJob]
 @pytest.fixture(scope="session")
 def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
     root = Path(__file__).parents[2]
-    source = os.pathsep.join(str(root / name) for name in ("src", "benchmarks"))
+    source = os.pathsep.join(str(root / name) for name in ("src", "benchmarks", ""))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(SERVER)]
     server = subprocess.Popen(

@@ -101,6 +101,7 @@ def wait_for(folder: Path, number: int, step: int) -> None:
     )
 
 
+@pytest.mark.covers("gpt", "parallel", feature="faults")
 @pytest.mark.parametrize(("victim", "last"), [(1, 4), (2, 5), (3, 6)])
 def test_a_stage_dies_and_every_loss_stays_bit_for_bit(
     victim: int, last: int, stage: Any, one: Trainer, expected: list[list[float]], tmp_path: Path

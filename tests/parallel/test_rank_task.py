@@ -83,6 +83,7 @@ def test_stopped_it_goes_on_in_another_number_of_processes(train: Any, tmp_path:
     assert losses(tmp_path / "two") == pytest.approx(losses(straight.folder), abs=1e-4)
 
 
+@pytest.mark.covers("gpt", "resume", "parallel", feature="faults")
 def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(
     train: Any, whole: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_full_disk_leaves_the_last_set_whole(train: Any, launch: Any, tmp_path
     assert open_session(folder).step == 4
 
 
+@pytest.mark.covers("gpt", "parallel", feature="interfaces")
 def test_regions_on_replicas_have_the_losses_of_one_process(
     train: Any, config: TrainConfig, tmp_path: Path
 ) -> None:

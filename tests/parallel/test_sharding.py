@@ -25,6 +25,7 @@ def cut(config: TrainConfig) -> TrainConfig:
     return replace(small, optimizer=OptimizerConfig(name="adamw"))
 
 
+@pytest.mark.covers("gpt", "resume", "parallel", feature="shards")
 def test_a_run_in_shards_is_killed_and_resumed_bit_for_bit(
     cut: TrainConfig, launch: Any, tmp_path: Path
 ) -> None:

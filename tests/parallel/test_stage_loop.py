@@ -58,6 +58,10 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.covers("gpt", "parallel")
+@pytest.mark.covers("gpt", "parallel", feature="topologies")
+@pytest.mark.covers("gpt", "parallel", feature="objectives")
+@pytest.mark.covers("gpt", "parallel", feature="relays")
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_give_the_losses_and_weights_of_one_process(name: str, launch: Any, server: ModuleType) -> None:
     topology, world, options = CASES[name]
@@ -88,6 +92,8 @@ def test_what_shares_nothing_is_the_same_bit_for_bit(launch: Any, server: Module
         assert torch.equal(a, b), name
 
 
+@pytest.mark.covers("gpt", "parallel", feature="shards")
+@pytest.mark.covers("gpt", "parallel", feature="recompute")
 @pytest.mark.parametrize(("shard", "recompute"), [("", False), (",shard", False), (",shard", True)])
 def test_replicas_share_the_batches_of_a_step(
     shard: str, recompute: bool, launch: Any, server: ModuleType

@@ -48,6 +48,7 @@ def logits(folder: Path) -> torch.Tensor:
         return Predictor(session.stack, session.plan)(TOKENS)
 
 
+@pytest.mark.covers("gpt", "train", feature="lora")
 def test_a_lora_run_is_small_and_its_logits_are_the_trained_ones(tune: Tune, base: Path) -> None:
     tuned = tune(lora_rank=2)
     (checkpoint,) = (tuned / "checkpoints").glob("step-00000006")
@@ -63,6 +64,7 @@ def test_a_lora_run_is_small_and_its_logits_are_the_trained_ones(tune: Tune, bas
     assert isinstance(tg.load(tuned).generate("stage", tokens=4), str)
 
 
+@pytest.mark.covers("gpt", "train", feature="frozen")
 def test_a_frozen_base_is_bit_identical_and_its_exits_learn(tune: Tune, base: Path) -> None:
     tuned = tune(frozen=True)
     assert torch.equal(logits(tuned), logits(base))
@@ -107,6 +109,8 @@ def test_a_stage_with_a_head_of_its_own_goes_on_alone(
     assert all(name.startswith(("layers.1.", "head.deltas.1.")) for name in changed)
 
 
+@pytest.mark.covers("gpt", "resume", feature="lora")
+@pytest.mark.covers("gpt", "resume", feature="frozen")
 @pytest.mark.parametrize(
     "how", [{"lora_rank": 2}, {"frozen": True}, {"first_layer": 1, "lora_rank": 2}, {"only_stage": 1}]
 )

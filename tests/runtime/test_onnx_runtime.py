@@ -128,6 +128,8 @@ def follow(pair: Pair, seed: int) -> None:
     pair.check()
 
 
+@pytest.mark.covers("gpt", "runtime")
+@pytest.mark.covers("imported", "runtime")
 @pytest.mark.parametrize("name", NAMES)
 def test_any_schedule_of_any_stack(pairs: Callable[[str, str, int], Pair], name: str) -> None:
     for rows in (1, 3):
@@ -135,6 +137,8 @@ def test_any_schedule_of_any_stack(pairs: Callable[[str, str, int], Pair], name:
             follow(pairs(name, "2,1,1", rows), seed)
 
 
+@pytest.mark.covers("gpt", "runtime", feature="topologies")
+@pytest.mark.covers("gpt", "runtime", feature="interfaces")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_any_schedule_of_any_topology(pairs: Callable[[str, str, int], Pair], topology: str) -> None:
     """Relays run in torch between the sessions, interfaces with their histories too."""

@@ -177,6 +177,7 @@ class Killed(Exception):
     """Nothing is saved on the way out."""
 
 
+@pytest.mark.covers("gpt", "train", "resume", feature="search")
 @pytest.mark.parametrize("killed_at", [2, 7, 12])
 def test_a_killed_soft_run_goes_on_as_if_nothing_had_happened(
     config: TrainConfig, found: Run, tmp_path: Path, killed_at: int

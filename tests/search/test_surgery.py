@@ -112,6 +112,7 @@ def records(run: Run) -> list[dict[str, object]]:
     return [record | {"seconds": 0} for record in run.metrics()]
 
 
+@pytest.mark.covers("gpt", "train", "resume", feature="search")
 @pytest.mark.parametrize(
     ("heads", "optimizer"),
     [("per-stage", "muon+adamw"), ("low-rank", "adamw"), ("per-stage", "ddc-adam")],

@@ -32,6 +32,9 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["text"])
 
 
+@pytest.mark.covers("gpt", "serve")
+@pytest.mark.covers("gpt", "serve", feature="early exit")
+@pytest.mark.covers("gpt", "serve", feature="speculation")
 def test_depths_by_field_and_by_id_are_what_generate_writes(ask: Ask, served: ServedModel) -> None:
     for suffix, depth in {
         "full": "full",

@@ -32,6 +32,7 @@ def test_a_token_is_scored_by_the_log_softmax() -> None:
     assert [token for token, _ in found[0].top] == z[0].topk(2).indices.tolist()
 
 
+@pytest.mark.covers("gpt", "serve", feature="scores")
 @pytest.mark.parametrize("depth", ["full", "prefix:1", "path:1,3", "branches:1-4*3+1-2"])
 def test_echo_with_logprobs_is_score(
     ask: Callable[..., dict[str, Any]], served: ServedModel, depth: str

@@ -30,6 +30,7 @@ def base(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     return make_session(3)
 
 
+@pytest.mark.covers("gpt", "serve", feature="specialists")
 def test_rows_with_and_without_specialists(base: LoadedTextRun, tmp_path: Path) -> None:
     new_specialist(tmp_path / "quiet", base)
     served = open_served(base.run.folder, "base", Limits(rows=2), [tmp_path / "quiet"])

@@ -46,6 +46,7 @@ def test_requests_of_one_depth_share_a_strategy(make_desk: Callable[..., Any]) -
         scheduler.strategy("shallow")
 
 
+@pytest.mark.covers("gpt", "serve", feature="retrofit")
 def test_exits_of_a_retrofit_are_served(make_desk: Callable[..., Any]) -> None:
     texts = []
     for translators in ({}, {0: Translator(16).double()}):

@@ -136,6 +136,7 @@ def test_what_cannot_be_attached_is_refused(bases: Bases, tmp_path: Path) -> Non
         new_specialist(tmp_path / "s", base)
 
 
+@pytest.mark.covers("mamba", "decode", feature="specialists")
 @pytest.mark.parametrize("architecture", ["mamba2", "hybrid"])
 @torch.no_grad()
 def test_other_mixers_take_specialists_too(architecture: str, bases: Bases, tmp_path: Path) -> None:

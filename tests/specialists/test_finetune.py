@@ -38,6 +38,8 @@ def trained(base: LoadedTextRun, folder: Path, chats: Path, **more: Any) -> dict
     return FineTuning.start(folder, settings(chats, **more)).train()
 
 
+@pytest.mark.covers("gpt", "train", feature="specialists")
+@pytest.mark.covers("imported", "train", feature="specialists")
 @pytest.mark.parametrize("which", ["gpt", "imported"])
 def test_it_learns_and_the_base_does_not_move(bases: Bases, which: str, chats: Path, tmp_path: Path) -> None:
     base = bases[which]
@@ -71,6 +73,7 @@ def test_kept_states_change_nothing(gpt: LoadedTextRun, chats: Path, tmp_path: P
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-5)  # another batch shape
 
 
+@pytest.mark.covers("gpt", "resume", feature="specialists")
 @pytest.mark.parametrize("average", [0.0, 0.9])
 def test_a_resumed_training_is_bit_identical(
     gpt: LoadedTextRun, chats: Path, tmp_path: Path, average: float

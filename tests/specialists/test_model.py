@@ -44,6 +44,8 @@ def by_hand(pool: SpecialistPool, prompt: list[int], weights: dict[str, float], 
     return text
 
 
+@pytest.mark.covers("gpt", "decode", "runtime", feature="specialists")
+@pytest.mark.covers("imported", "decode", "runtime", feature="specialists")
 @pytest.mark.parametrize("runtime", ["torch", "onnx"])
 @pytest.mark.parametrize("which", ["gpt", "imported"])
 def test_a_mixed_batch_is_what_each_row_is_alone(

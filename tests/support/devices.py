@@ -12,7 +12,7 @@ code that reads them back takes the same branches as on the CPU. What is checked
                   cpu, nonzero, boolean masks and whatever else has a shape that depends on the data
     writes        host to device: torch.tensor(..., device=), .to(device), an index on the CPU
 
-What it is not: no kernel, stream, memory or speed of a device is seen here, nor autocast (docs/devices.md).
+What it is not: no kernel, stream, memory, speed or autocast of a device: docs/reference/devices.md.
 
 How. Inside C++ the tensors claim torch's unused device "lazy", whose dispatch key reaches
 `__torch_dispatch__` first, with autograd in place; a function mode translates the name "cuda" at the door and

@@ -94,6 +94,11 @@ def final(run: Run) -> dict[str, Any]:
     return rest | {"log": logged, "found": run.store.weights(run.store.names()[-1])}
 
 
+@pytest.mark.covers("gpt", "train", "resume")
+@pytest.mark.covers("gpt", "train", "resume", feature="topologies")
+@pytest.mark.covers("gpt", "train", "resume", feature="objectives")
+@pytest.mark.covers("gpt", "train", "resume", feature="relays")
+@pytest.mark.covers("gpt", "train", "resume", feature="interfaces")
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_it_trains_resumes_bit_for_bit_and_is_measured_again(
     name: str, config: TrainConfig, straight: Run, tmp_path: Path

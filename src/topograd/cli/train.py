@@ -76,7 +76,7 @@ class Train:
     stop_after: int | None = None
     """Stop and save after this step of the schedule; --resume continues from there."""
     parallel: Annotated[str | None, tyro.conf.arg(metavar="stages=P[,replicas=R]")] = None
-    """Spread the stages over the ranks that torchrun started; docs/parallel.md has the rest."""
+    """Spread the stages over the ranks that torchrun started; see docs/how-to/several-machines.md."""
     json: Json = False
     settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 

@@ -16,7 +16,7 @@ it (up to its ε).
 
 Cost: one row at full depth a token, in batches where a matrix is read once for all rows; 2 stages · width
 bytes a token. Source of the recipe: "EAGLE" (Li et al. 2024) §3.2, which trains on the text of the model's
-users; that greedy drafts need the model's own text is in docs/models.md.
+users; that greedy drafts need the model's own text is in docs/how-to/import-and-export.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ need not be right. It is made of the model's own text, because only that repeats
 
 Scores: the number of tokens that matched, a follower that is itself drafted counting on; for a table the
 share c / (c + others + 1). Source: "Prompt Lookup Decoding" (A. Saxena); tables of own text as in
-docs/models.md.
+docs/how-to/import-and-export.md.
 """
 
 from __future__ import annotations

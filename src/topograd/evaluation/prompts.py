@@ -10,7 +10,7 @@ Scored are, as in nanochat, the tokens in which prompts differ: behind the token
 (which may reach into them, where two begin alike), the tokens that all schemas end with (at least one), or
 those behind the prompt without its continuation and without space at its end. A prompt of a run begins with
 the separator, as its training documents do; one of an imported model with what its tokenizer puts there,
-for SmolLM2 nothing (nanochat always puts a token there: docs/evaluation.md has both). What is longer than
+for SmolLM2 nothing (nanochat always puts a token there: see docs/how-to/evaluate.md). What is longer than
 the model's context loses tokens from the left, each prompt for itself.
 
 Limits. Two choices that are the same have the same loss, and the first wins. Where a tokenizer joins the end

@@ -18,7 +18,7 @@ Cost: shared + Σ_i (n_i - shared) positions a bundle instead of Σ_i n_i; K rea
 Batches are cut by length, `batch_tokens` padded positions each. A score is a function of its bundle alone: in
 float64 every bundle is a batch by itself, so neither batch size nor order changes a bit. In float32 the last
 bits of a product depend on how many rows it has; `batch_tokens=1` makes every bundle a batch there too, and
-how far larger batches move a score is in docs/evaluation.md.
+how far larger batches move a score is in docs/how-to/evaluate.md.
 
 Limits. A stack that keeps no states computes what is shared again. Sequences must fit into the context: `cut`
 them.

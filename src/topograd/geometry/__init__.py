@@ -1,6 +1,6 @@
 """Fisher geometry of any `nn.Module`: K-FAC factors, symmetries, rates, singular invariants, monitors.
 
-After "Dead Directions: Geometric Singular Learning"; docs/geometry.md is the tour.
+Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; see docs/concepts/geometry.md.
 """
 
 from topograd.effective_rank import effective_rank

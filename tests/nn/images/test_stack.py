@@ -25,6 +25,7 @@ def gradients(stack: ImageStack) -> dict[str, Tensor]:
     return {name: p.grad for name, p in stack.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.covers("images", "train", feature="topologies")
 @pytest.mark.parametrize("partition", ["3", "1,2", "1,1,1"])
 @pytest.mark.parametrize("grad_scale", [0.0, 0.5, 1.0])
 def test_every_network_learns_as_the_reference_says(
@@ -80,6 +81,8 @@ def test_appended_layers_change_nothing_at_first(name: str, small: Make, batch: 
     assert torch.equal(h, before)
 
 
+@pytest.mark.covers("images", "train", feature="topologies")
+@pytest.mark.covers("images", "train", feature="relays")
 @pytest.mark.parametrize("name", ["mlp", "vgg", "resnet", "vit"])
 def test_forests_and_decoders_are_built_for_their_places(name: str, small: Make, batch: Batch) -> None:
     forest = Topology.forest(["1,1,1", "3"])
