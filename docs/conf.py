@@ -22,7 +22,7 @@ version = release = importlib.metadata.version("topograd")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["_build", "_ext", "gap.md", "reproduce.md"]
+exclude_patterns = ["_build", "_ext"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False

@@ -4,7 +4,7 @@
 
 A small model learns one text, then a second one through LoRA of rank 4: once with A random and free to move,
 once with A held in the *safe* directions of its inputs. The loss on the first text is what it forgot. What
-this gains on a real model is in docs/results/moved-from-geometry.md.
+this gains on a real model is in docs/results/2026-11-17-geometry-uses.md.
 """
 
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from topograd.cli.main import VERBS, main
+from topograd.cli.main import main
 from topograd.runs.session import LoadedTextRun
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "two-specialists.md"
@@ -29,8 +29,6 @@ def test_the_tutorial_runs(
             continue
         for line in block.splitlines():
             words = shlex.split(line)[1:]
-            if words[0] == "specialist" and "specialist" not in VERBS:  # before the commands are grouped
-                words = words[1:]
             words = [str(imported.run.folder) if word == "runs/smollm2" else word for word in words]
             words = [
                 "2" if before == "--steps" else word
