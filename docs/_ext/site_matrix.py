@@ -57,7 +57,7 @@ FEATURES = {
     "shards": "replicas, FSDP2 shards",
     "faults": "killed ranks, stages that die",
 }
-_TEXT = ("src/topograd/runs/session.py", "was trained on images, and this needs a model of text")
+_TEXT = ("src/topograd/runs/session.py", "was trained on images")
 _MIXER = ("src/topograd/runtime/onnx_runtime.py", "layers are not written as ONNX operators")
 _OWN = ("src/topograd/convert/export.py", "is a model of our own kind, which no other program knows")
 _KIND = ("src/topograd/runs/config.py", "is for models of text, and model.kind is")
@@ -76,7 +76,7 @@ ERRORS = {
 }
 """Model and use that raise an error: the file, and a part of the error as the source has it."""
 FEATURE_ERRORS = {
-    ("own", "specialists"): ("src/topograd/specialists/attach.py", "has no place for new layers"),
+    ("own", "specialists"): ("src/topograd/specialists/attach.py", "takes no new layers"),
     ("mamba", "int8"): _MIXER,
     ("adapted", "int8"): _ONNX,
     ("own", "int8"): _ONNX,
