@@ -54,13 +54,13 @@ class SetStore(FolderStore):
     ) -> str:
         target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
         self.ranks.saves += 1
-        if self.ranks.save_group is None:
-            self.ranks.save_group = dist.new_group(timeout=timedelta(seconds=SAVE_SECONDS))
         problem = ""
         if self.ranks.first:
             problem = _tried(lambda: _begin(self.folder))
         failure = self.ranks.agree(problem, "beginning a checkpoint")
         if not failure:
+            if self.ranks.save_group is None:  # here all ranks have come
+                self.ranks.save_group = dist.new_group(timeout=timedelta(seconds=SAVE_SECONDS))
             failure = self.ranks.agree(self._write(temporary, model, optimizers), "writing a checkpoint")
         if not failure:
             problem = ""
