@@ -20,8 +20,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from topograd.errors import ConfigError, RunError, TopogradError
 
 MAX_BYTES = 2**30
@@ -55,6 +53,8 @@ def naming(path: Path | str) -> Iterator[None]:
 @contextlib.contextmanager
 def saving_tensors(path: Path) -> Iterator[None]:
     """A full disk under safetensors is an OSError like any other."""
+    from safetensors import SafetensorError  # here: help and flags are answered without it
+
     try:
         yield
     except SafetensorError as problem:

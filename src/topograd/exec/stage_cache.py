@@ -53,10 +53,13 @@ class StageCache:
         self.slots: list[KVSlots | None] = [
             module.new_slots() if on else None for module, on in zip(modules, varlen, strict=True)
         ]
-        self._kv_slots = [slots for slots in self.slots if slots is not None]
         outputs = (*(output for output, _ in planned.inputs), *planned.outputs)
         self._histories = [output for output in outputs if isinstance(stack.relay(output.relay), CausalRelay)]
         self._states: dict[Place, SequenceStates] = {}
+
+    @property
+    def _kv_slots(self) -> list[KVSlots]:
+        return [slots for slots in self.slots if slots is not None]
 
     @property
     def position_bytes(self) -> int:
