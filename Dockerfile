@@ -12,7 +12,7 @@ WORKDIR /src
 COPY pyproject.toml MANIFEST.in README.md LICENSE constraints.txt ./
 COPY src src
 RUN python -m venv /venv && \
-    /venv/bin/pip install --no-cache-dir --constraint constraints.txt '.[models,runtime,serve]'
+    /venv/bin/pip install --no-cache-dir --constraint constraints.txt '.[models,serve]'
 
 FROM python:3.11-slim
 COPY --from=build /venv /venv

@@ -38,7 +38,7 @@ def test_times_come_from_a_measurement(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--ranks", "0"], "--ranks is 0"),
+        (["--ranks", "0"], "ranks is 0"),
         (["--mbit", "0"], "--mbit is 0"),
         (["--bench", "nowhere.json"], "cannot be read"),
         (["--microbatches", "-1"], "microbatches is -1"),

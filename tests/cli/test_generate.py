@@ -287,7 +287,7 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
         ("--depth deep", "--depth 'deep' is unknown; use full, prefix:J"),
         ("--depth prefix:3", "exit 3 does not exist; the model has 2 stages that predict: give 1 to 2"),
         ("--depth prefix:0", "exit 0 does not exist"),
-        ("--depth path:2", "begins with stage 2, which was trained to hear another stage"),
+        ("--depth path:2", "begins with stage 2, which was trained to read another stage"),
         ("--depth branches:1*0", "weight"),
         ("--depth wand", "is not calibrated; run: topograd calibrate"),
         ("--depth speculate:many", "names the drafter 'many', which is unknown; use lookup"),

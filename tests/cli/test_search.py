@@ -180,7 +180,7 @@ def test_surgery_is_a_run(corpus: Path, call: Any, tmp_path: Path, monkeypatch: 
         ("pareto --out x --rungs 4 2", "--rungs is [4, 2]; it must be rising numbers of steps"),
         ("pareto --out x --objectives speed", "property 'speed' is unknown; choose one of bpb"),
         ("pareto --out x --objectives wand", "--objectives is 'wand'; it must be a number, not a table"),
-        ("pareto --out x --relay rubber", "--relay is 'rubber'; it must be one of identity"),
+        ("pareto --out x --relay rubber", "--relay 'rubber' is unknown; choose one of identity"),
         ("pareto --out x --source layer:9", "source is 'layer:9'; early layers here are layer:1 to layer:3"),
         ("pareto --out x --source nowhere", "source is 'nowhere'; it must be embedding"),
         ("pareto --out x --objective love", "objective 'love' is unknown"),

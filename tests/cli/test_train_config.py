@@ -217,4 +217,4 @@ def test_flags_for_a_forest(tiny: list[str], call: Any, tmp_path: Path) -> None:
     results = call("train", *tiny, *words).json
     assert len(results["bpb"]["prefix"]) == 3
     refusal = call("train", *tiny, "--graph", "forest", "--partition", "2,2").refusal
-    assert "--partition is '2,2' and --graph is forest, which does not use it" in refusal
+    assert "--partition is '2,2' and graph is forest, which does not use it" in refusal

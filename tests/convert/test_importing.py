@@ -148,7 +148,7 @@ def test_a_piped_conversation_is_one_object(
     assert [message["role"] for message in answer["messages"]] == ["user", "assistant"] * 2
     assert {"runtime", "weights", "seconds"} <= set(answer)
     assert main(["chat", str(imported), "--prompt", "read", "--tokens", "-1"]) == 2
-    assert capsys.readouterr().err.startswith("topograd: --tokens is -1; it must be at least 0")
+    assert capsys.readouterr().err.startswith("topograd: --tokens is -1; it must be a whole number")
 
 
 def test_what_transformers_keeps_beside_a_tokenizer(source: Source, tmp_path: Path) -> None:

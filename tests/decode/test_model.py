@@ -207,7 +207,7 @@ def test_arguments_of_other_types(model: Model) -> None:
         with refused(ConfigError, setting="prompt", given=prompt):
             anything.generate(prompt, 1)
     for folder in (42, None, [model.session.run.folder]):
-        with refused(ConfigError, setting="folder", given=folder):
+        with refused(ConfigError, setting="model", given=folder):
             tg.load(folder)  # type: ignore[arg-type]
 
 

@@ -44,7 +44,7 @@ def test_no_value_makes_a_traceback(
     monkeypatch.chdir(tmp_path)
     chance = random.Random(verb)
     for name, flags in commands(call, verb).items():
-        for _ in range(12 * times):
+        for _ in range(12 * times if flags else 0):
             words = [word for flag in chance.choices(flags, k=2) for word in (flag, chance.choice(HOSTILE))]
             answer = call(*name.split(), *WORK.get(verb, [NOWHERE]), *words)
             assert answer.code in (0, 2), (words, answer)

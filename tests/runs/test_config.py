@@ -180,7 +180,7 @@ def test_a_model_that_cannot_be_built(change: dict[str, Any], setting: str) -> N
     ("change", "words"),
     [
         ({"windows": (HUGE,)}, "windows are"),
-        ({"count_from": "middle"}, "count_from 'middle' is unknown; choose one of first, last"),
+        ({"count_from": "middle"}, "count_from is 'middle'; it must be one of first, last"),
     ],
 )
 def test_a_model_that_cannot_be_built_in_words(change: dict[str, Any], words: str) -> None:
@@ -257,13 +257,13 @@ def test_topologies_that_do_not_exist_are_one_line(table: dict[str, Any], settin
     [
         ({"graph": "cover", "intervals": ((0, 2), (3, 4))}, "interval 3..4 starts after layer 3"),
         ({"partition": "2,2", "grad_scales": (math.nan,)}, "grad_scale nan"),
-        ({"partition": "2,2", "loss_every": (0, 1)}, "stage 0 counts every 0 targets; it must be at least 1"),
+        ({"partition": "2,2", "loss_every": (0, 1)}, "stage 0 has every 0; it must be at least 1"),
         ({"partition": "2,2", "weights": (1.0, math.nan)}, "weight nan"),
         ({"partition": "2,2", "weights": (0.0, 0.0)}, "every stage has weight 0"),
         ({"partition": "2,2", "source": "layer:4"}, "behind which no stage lies"),
         ({"decoder": 10**9}, "there may be at most 10000"),
         ({"partition": "2,2", "prediction": "1,2,3"}, "3 weights for 2 stages"),
-        ({"partition": "2,2", "prediction": "nan,1"}, "give finite ones"),
+        ({"partition": "2,2", "prediction": "nan,1"}, "it must be finite weights"),
         ({"partition": "2,2", "prediction": "path:2"}, "begins with stage 2"),
         ({"interface": "S=3,r=4", "partition": "2,2"}, "S must divide the context"),
     ],

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from topograd.serve import http
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
 
 START = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -140,7 +140,10 @@ def test_half_open_connections_close_the_oldest_and_others_are_answered(
 
 
 def test_too_many_connections_of_one_client(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_PER_CLIENT", len(server.server.server_state.connections) + 2)
+    wait_until(
+        lambda: not server.server.server_state.connections, "the connections of other tests are closed"
+    )
+    monkeypatch.setattr(http, "MAX_PER_CLIENT", 2)
     with ExitStack() as held:
         for _ in range(2):
             client = held.enter_context(connected(server))

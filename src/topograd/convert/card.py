@@ -29,7 +29,7 @@ _LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9._+ -]+?)[\"']?[ \t]*$",
 def source_name(source: Path) -> str:
     """What the model in a file or folder is called; one in huggingface_hub's cache lies in a folder that is
     called after a commit: models--ORG--NAME/snapshots/COMMIT."""
-    if source.is_file():
+    if source.suffix == ".gguf":
         return source.stem
     source = source.absolute()
     if source.parent.name == "snapshots" and source.parents[1].name.startswith("models--"):

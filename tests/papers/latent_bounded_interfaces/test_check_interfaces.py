@@ -146,7 +146,7 @@ def test_the_plan_table() -> None:
         ("leak --segments 1", "S is 1; it must be at least 2"),
         ("leak --segments 64", "S is 64 and the context 32"),
         ("leak --pool best", "--pool is 'best'; it must be one of"),
-        ("leak --no-causal", "causal=False pools the whole sequence"),
+        ("leak --no-causal", "causal is False; it must be True"),
         ("plan --rank 0", "rank r is 0; it must be at least 3"),
         ("plan --segments 7", "S is 7 and the context 256; S must divide the context"),
         ("plan --workers 0", "0 workers were given for 6 regions; give 1, or one for each region"),
