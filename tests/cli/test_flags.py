@@ -164,9 +164,9 @@ def test_a_number_of_five_thousand_digits_is_short_in_the_error() -> None:
 def test_a_setting_becomes_the_flag_where_it_is_clear_which(
     setting: str, argv: list[str], typed: bool, name: str
 ) -> None:
-    error = ConfigError(f"the {setting} and reseeded, {setting}", setting=setting)
+    error = ConfigError(f"{setting} and reseeded, the {setting}", setting=setting)
     name_flag(error, flags_of(Sample), argv, typed)
-    assert (error.setting, error.problem) == (name, f"the {name} and reseeded, {setting}")
+    assert (error.setting, error.problem) == (name, f"{name} and reseeded, the {setting}")
 
 
 def test_help_shows_values_defaults_and_parts() -> None:

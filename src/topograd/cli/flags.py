@@ -296,8 +296,8 @@ def name_flag(error: TopogradError, flags: Mapping[str, Flag], argv: Sequence[st
     names = [n for n, f in flags.items() if error.setting in (f.field, f.field.rpartition(".")[2])]
     names = [name for name in names if name in given] or ([] if typed else names)
     if len(names) == 1 and not flags[names[0]].positional:
-        # Where the problem says "SETTING is ...", not where the word only stands in a sentence.
-        word = rf"(?:^|(?<= and )){re.escape(error.setting)}(?= is | are | and | '|$)"
+        # Where the problem begins with it, or "and" goes before it: elsewhere it may be a common word.
+        word = rf"(?:^|(?<= and )){re.escape(error.setting)}(?![\w-])"
         error.problem = re.sub(word, names[0], error.problem, count=1)
         error.setting = names[0]
 
