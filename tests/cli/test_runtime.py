@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ def test_a_person_is_told_once_beside_the_result(call: Any, staged: Path, bare: 
 
 
 def test_the_doctor_says_which_one_is_the_default(call: Any, bare: pytest.MonkeyPatch) -> None:
-    assert call("doctor", "--json").json["runtime"] == "torch"
+    missing = call("doctor", "--json")
+    assert missing.code == 2, "ONNX Runtime is part of the package"
+    assert "onnxruntime" in missing.err
+    assert json.loads(missing.out)["runtime"] == "torch"
     bare.undo()
     assert call("doctor", "--json").json["runtime"] == ("onnx" if ONNX else "torch")
     assert "unless --runtime or the model says otherwise" in " ".join(call("doctor").out.split())
