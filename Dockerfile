@@ -9,7 +9,9 @@
 FROM python:3.11-slim AS build
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
-COPY pyproject.toml MANIFEST.in README.md LICENSE constraints.txt ./
+# For the native kernels; without it they are left out.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE constraints.txt ./
 COPY src src
 RUN python -m venv /venv && \
     /venv/bin/pip install --no-cache-dir --constraint constraints.txt '.[models,serve]'

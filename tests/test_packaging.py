@@ -92,7 +92,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Built
         file.relative_to(package).as_posix() for file in (package / "topograd").rglob("*") if file.is_file()
     }
     info = f"topograd-{PROJECT['version']}.dist-info/"
-    assert {name for name in built.in_wheel if not name.startswith(info)} == wanted
+    kernels = {name for name in built.in_wheel if Path(name).match("topograd/runtime/native/_kernels*.so")}
+    assert len(kernels) == (shutil.which("g++") is not None), "compiled where there is a compiler"
+    assert {name for name in built.in_wheel if not name.startswith(info)} == wanted | kernels
     assert {f"{info}METADATA", f"{info}entry_points.txt", f"{info}licenses/LICENSE"} <= built.in_wheel
     reference = "topograd/pretrained/reference/"
     weights = [name for name in wanted if name.startswith(reference) and name.endswith("/model.safetensors")]
@@ -109,7 +111,9 @@ def test_the_wheel_is_small(built: Built) -> None:
 
 
 def test_the_source_distribution_is_the_project_without_what_lies_around_in_it(built: Built) -> None:
-    assert {f"src/{name}" for name in built.in_wheel if name.startswith("topograd/")} <= built.in_sdist
+    sources = {name for name in built.in_wheel if name.startswith("topograd/") and not name.endswith(".so")}
+    assert {f"src/{name}" for name in sources} | {"setup.py"} <= built.in_sdist
+    assert not [name for name in built.in_sdist if name.endswith(".so")]
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"} <= built.in_sdist
     assert {"CODE_OF_CONDUCT.md", "Dockerfile", "SECURITY.md"} <= built.in_sdist
     for folder in ("benchmarks", "docs", "examples", "notebooks", "papers", "tests"):
@@ -146,6 +150,17 @@ def test_the_reference_model_that_comes_with_the_wheel_writes(installed: Install
     assert list(installed.work.iterdir()) == []
 
 
+def test_without_a_compiler_it_installs_without_kernels(built: Built, tmp_path: Path) -> None:
+    environment = {**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}
+    command = ["build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(built.tree)]
+    _run([sys.executable, "-m", *command], tmp_path, environment)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert not [name for name in names if name.endswith(".so")]
+    assert "topograd/runtime/native/library.py" in names
+
+
 def test_the_citation_has_the_version_of_the_package() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {PROJECT['version']}\n" in citation
@@ -175,6 +190,7 @@ def _not_source(folder: str, names: list[str]) -> set[str]:
         name
         for name in names
         if name == "__pycache__"
+        or name.endswith(".so")
         or name.endswith(".egg-info")
         or (at_root and (name in NOT_SOURCE or name.startswith(".")))
         or (Path(folder) / name).relative_to(ROOT).as_posix() in SITE

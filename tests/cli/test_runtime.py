@@ -15,6 +15,8 @@ from topograd.decode.depths import engine_of
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
+from topograd.runtime.choice import preferred
+from topograd.runtime.native import library
 
 PROMPTS = ("def read(", "import os\n", "class Stack:\n    def ", "for i in range(", "x = [", "return ")
 ONNX = importlib.util.find_spec("onnxruntime") is not None and importlib.util.find_spec("onnx") is not None
@@ -23,13 +25,14 @@ needs_onnx = pytest.mark.skipif(not ONNX, reason="the extra runtime is not insta
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """onnxruntime cannot be imported until `undo`."""
+    """onnxruntime cannot be imported, and no kernels were built, until `undo`."""
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(library, "missing_reason", lambda: "no compiler")
     return monkeypatch
 
 
 @needs_onnx
-def test_the_text_is_the_same_without_onnxruntime_but_at_ties(call: Any, bare: pytest.MonkeyPatch) -> None:
+def test_the_text_is_the_same_in_torch_but_at_ties(call: Any, bare: pytest.MonkeyPatch) -> None:
     def texts() -> list[dict[str, Any]]:
         words = ("--tokens", 24, "--depth", "full", "--json")
         return [call("generate", "--prompt", prompt, *words).json for prompt in PROMPTS]
@@ -38,14 +41,14 @@ def test_the_text_is_the_same_without_onnxruntime_but_at_ties(call: Any, bare: p
     bare.undo()
     with_ = texts()
     assert {text["runtime"] for text in without} == {"torch"}
-    assert {text["runtime"] for text in with_} == {"onnx"}
+    assert {text["runtime"] for text in with_} == {preferred()}
     session = open_session(REFERENCE)
     prompts = [session.tokenizer.encode(prompt, "prompt") for prompt in PROMPTS]
-    engines = [engine_of(session, name) for name in ("torch", "onnx")]
-    torch, onnx = ([generate_batch(FixedDepth(engine), [p], 24)[0] for p in prompts] for engine in engines)
-    for text, ids in zip((*without, *with_), (*torch, *onnx), strict=True):
+    engines = [engine_of(session, name) for name in ("torch", preferred())]
+    torch, faster = ([generate_batch(FixedDepth(engine), [p], 24)[0] for p in prompts] for engine in engines)
+    for text, ids in zip((*without, *with_), (*torch, *faster), strict=True):
         assert text["text"] == session.tokenizer.decode(emitted.token for emitted in ids)
-    found = differences(engines[0], prompts, onnx, torch)
+    found = differences(engines[0], prompts, faster, torch)
     assert found["mismatches"] == 0
     assert sum(a["text"] != b["text"] for a, b in zip(with_, without, strict=True)) == found["ties"]
 
@@ -67,16 +70,36 @@ def test_a_person_is_told_once_beside_the_result(call: Any, staged: Path, bare: 
         assert "runtime torch" not in call(*quiet).err, "JSON says it, and an error is one line"
     if ONNX:
         bare.undo()
-        assert call(*words).err == told.replace("torch", "onnx")
+        assert call(*words).err == told.replace("torch", preferred())
         assert call(*words, "--runtime", "torch").err == told
-        assert call(*words, "--weights", "int8").err == "topograd: runtime onnx, weights int8\n"
+        assert call(*words, "--weights", "int8").err == f"topograd: runtime {preferred()}, weights int8\n"
 
 
 def test_the_doctor_says_which_one_is_the_default(call: Any, bare: pytest.MonkeyPatch) -> None:
     missing = call("doctor", "--json")
     assert missing.code == 2, "ONNX Runtime is part of the package"
     assert "onnxruntime" in missing.err
-    assert json.loads(missing.out)["runtime"] == "torch"
+    found = json.loads(missing.out)
+    assert (found["runtime"], found["native"]) == (
+        "torch",
+        {"instructions": None, "missing": "no compiler"},
+    )
     bare.undo()
-    assert call("doctor", "--json").json["runtime"] == ("onnx" if ONNX else "torch")
+    assert call("doctor", "--json").json["runtime"] == preferred()
     assert "unless --runtime or the model says otherwise" in " ".join(call("doctor").out.split())
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+def test_native_in_every_precision(call: Any, staged: Path, weights: str) -> None:
+    if reason := library.missing_reason():
+        pytest.skip(reason)
+    flags = ("--runtime", "native", "--weights", weights, "--json")
+    written = call("generate", staged, "--prompt", "stage", "--tokens", 5, *flags).json
+    scored = call("score", staged, "--context", "stage", "--continuation", " loss", *flags).json
+    for answer in (written, scored):
+        assert (answer["runtime"], answer["weights"]) == ("native", weights)
+
+
+def test_kernels_that_are_missing_are_told_in_one_line(call: Any, bare: pytest.MonkeyPatch) -> None:
+    said = call("generate", "--runtime", "native", "--prompt", "a").refusal
+    assert "no compiler" in said

@@ -10,10 +10,9 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
+from operator_runtimes import PLAN, act, check, close
 from topograd.decode.cache import Cache
 from topograd.decode.engine import Engine
-from topograd.decode.sequence import Sequence
-from topograd.exec.forward import stage_outputs
 from topograd.nn import slots
 from topograd.nn.slots import STEP
 from topograd.nn.stack import Stack
@@ -24,37 +23,8 @@ from topograd.runtime.onnx_runtime import OnnxRuntime
 from topograd.topology.plan import Plan
 
 VOCAB, CONTEXT = 23, 20
-PLAN = Plan.of("2,2", 4)
 GROUPED, PACKED = "qwen3", "llama"
 """Heads of 16 numbers may be grouped, heads of 6 may not."""
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-
-
-def act(engine: Engine, batch: list[Sequence], chance: random.Random) -> torch.Tensor:
-    """Something happens to some sequences; what they predict after it."""
-    what, cache = chance.random(), batch[0].cache
-    one, other = chance.sample(range(len(batch)), 2)
-    if what < 0.2:
-        cache.truncate([batch[one]], [chance.randint(1, len(batch[one]))])
-    elif what < 0.35:
-        twin = cache.fork(batch[other], chance.randint(1, len(batch[other])))
-        cache.free(batch[one])
-        batch[one] = twin
-    elif what < 0.45:
-        cache.free(batch[one])
-        batch[one] = cache.new()
-        cache.push([batch[one]], [[one]])
-    some = [batch[i] for i in chance.sample(range(len(batch)), chance.randint(1, len(batch)))]
-    cache.truncate(some, [min(len(sequence), 12) for sequence in some])
-    most = chance.choice([1, 1, 3])
-    cache.push(some, [[chance.randrange(20) for _ in range(chance.randint(1, most))] for _ in some])
-    stage = chance.choice(engine.exits)
-    engine.run(some, stage)
-    counts = [chance.randint(1, min(len(sequence), 3)) for sequence in some]
-    return engine.logits(some, stage, counts)
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-windows", "llama", "qwen3", "mistral", "gemma3"])
@@ -192,13 +162,6 @@ def long(request: pytest.FixtureRequest, stack_of: Callable[[str], Stack]) -> On
     assert isinstance(small, Transformer)
     torch.manual_seed(0)
     return OnnxRuntime(Transformer(small.config.changed(context=300)).eval())
-
-
-def check(runtime: OnnxRuntime, batch: list[Sequence]) -> None:
-    found = batch[0].cache.hidden(batch, 1)
-    for h, sequence in zip(found, batch, strict=True):
-        wanted = stage_outputs(runtime.stack, PLAN, torch.tensor([sequence.tokens]), [1])[1][0, -1]
-        torch.testing.assert_close(h, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cap", [slots.MAX_SHARED_BYTES, 0], ids=["one room", "rooms"])

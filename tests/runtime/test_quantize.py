@@ -45,5 +45,7 @@ def test_rows_and_zeros() -> None:
 
 
 def test_unknown_weights_are_refused() -> None:
-    with refused(ConfigError, setting="weights", given="int3", allowed="one of float32, int8, int4"):
+    with refused(
+        ConfigError, setting="weights", given="int3", allowed="one of float32, bfloat16, int8, int4"
+    ):
         check_precision("int3")

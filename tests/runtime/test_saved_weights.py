@@ -17,7 +17,7 @@ from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
 from topograd.runtime.onnx_runtime import OnnxRuntime
-from topograd.runtime.quantize import load_weights, save_weights, weights_file
+from topograd.runtime.quantize import load_weights, quantize, save_weights, weights_file
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -44,5 +44,15 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with refused(RunError, setting="weights"):
         load_weights(file, "int8", "b")
     file.write_bytes(b"nothing")
+    with refused(RunError, setting="file"):
+        load_weights(file, "int8", "a")
+
+
+def test_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    file = weights_file(tmp_path, "int8")
+    save_weights(file, {"a": quantize(np.ones((4, 32), np.float32), "int8")}, "int8", "a")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     with refused(RunError, setting="file"):
         load_weights(file, "int8", "a")

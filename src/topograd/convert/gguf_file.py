@@ -37,7 +37,7 @@ KINDS = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
 )  # fmt: skip
 """The kinds of tensor that are read."""
-WRITTEN_KINDS = ("F32", "F16", "Q8_0")
+WRITTEN_KINDS = ("F32", "F16", "Q8_0", "Q4_1", "Q4_0")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 2**26
@@ -106,9 +106,9 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file, whole or not at all: matrices as `kind`, vectors as F32.
 
-    A matrix whose rows do not fit Q8_0's blocks of 32 is written as F16. Whole numbers become u32 (or i32,
-    u64, i64 where they must), other numbers f32, lists of whole numbers i32 and of others f32; numpy values
-    and arrays keep their type. `metadata` must name `general.architecture`.
+    A matrix whose rows do not fit a quantised kind's blocks of 32 is written as F16. Whole numbers become
+    u32 (or i32, u64, i64 where they must), other numbers f32, lists of whole numbers i32 and of others f32;
+    numpy values and arrays keep their type. `metadata` must name `general.architecture`.
     """
     if kind not in WRITTEN_KINDS:
         raise ConfigError(
@@ -328,7 +328,7 @@ def _scalar_type(dtype: np.dtype, types: Any) -> Any:
 def _written_kind(tensor: Tensor, kind: str) -> str:
     if tensor.dim() < 2:
         return "F32"
-    return "F16" if kind == "Q8_0" and tensor.shape[-1] % 32 else kind
+    return "F16" if kind.startswith("Q") and tensor.shape[-1] % 32 else kind
 
 
 def _kind_name(number: int, gguf: ModuleType) -> str:

@@ -1,9 +1,9 @@
 """Choice of an inference backend and of a precision.
 
-By rule, what was measured to be faster (docs/results, `benchmarks/llama_cpp.py`): ONNX Runtime if it can run
-the model, since it was at every size and number of rows that was tried; torch for everything else: float64,
-other devices, layers that are not written as operators, and where onnxruntime is not installed. Weights are
-float32 unless less is asked for.
+By rule, what was measured to be faster (`benchmarks/llama_cpp.py`, `benchmarks/runtimes.py`): our own kernels
+if they were built, the processor has AVX2 and they can run the model; else ONNX Runtime if it can; torch for
+everything else: float64, other devices, layers that neither has. Weights are float32 unless less is asked
+for.
 """
 
 from __future__ import annotations
@@ -12,15 +12,25 @@ import importlib.util
 
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
+from topograd.runtime.native import library
 from topograd.runtime.protocol import Runtime
-from topograd.runtime.quantize import Quantized, check_precision
+from topograd.runtime.quantize import Precision, Quantized, check_precision
 
-RUNTIMES = ("torch", "onnx")
+RUNTIMES = ("torch", "onnx", "native")
+WEIGHTS = {"torch": ("float32",), "onnx": ("float32", "int8", "int4")}
+"""Precisions of those that do not have all."""
 
 
 def installed() -> bool:
     """Whether onnxruntime and onnx can be imported."""
     return all(importlib.util.find_spec(name) is not None for name in ("onnx", "onnxruntime"))
+
+
+def preferred() -> str:
+    """What runs a model on this machine where it can and nothing else is asked for."""
+    if library.missing_reason() is None:
+        return "native"
+    return "onnx" if installed() else "torch"
 
 
 def runtime_of(
@@ -29,34 +39,50 @@ def runtime_of(
     weights: str = "float32",
     made: dict[str, Quantized] | None = None,
 ) -> Runtime | None:
-    """The runtime of that name (torch, onnx or onnx:PROVIDER), by default the faster; None is torch.
+    """The runtime of that name (torch, native, onnx or onnx:PROVIDER), by default the faster; None is torch.
 
     `made` holds matrices that are quantised already.
     """
     precision = check_precision(weights)
-    kind, _, provider = (name or "").partition(":")
-    if name is not None and (kind not in RUNTIMES or (kind != "onnx" and provider)):
-        raise ConfigError(setting="runtime", given=name, allowed="torch, onnx or onnx:PROVIDER")
+    kind, _, provider = (name or _default(stack, precision)).partition(":")
+    if kind not in RUNTIMES or (kind != "onnx" and provider):
+        raise ConfigError(setting="runtime", given=name, allowed="torch, native, onnx or onnx:PROVIDER")
+    if precision not in WEIGHTS.get(kind, (precision,)):
+        remedy = "torch keeps the model's own" if kind == "torch" else "use --runtime native"
+        raise ConfigError(
+            f"weights is {weights}, which {kind} does not run",
+            setting="weights",
+            given=weights,
+            remedy=remedy,
+        )
     if kind == "torch":
-        if precision != "float32":
-            raise ConfigError(
-                f"weights is {weights}, which only onnx runs",
-                setting="weights",
-                given=weights,
-                remedy="torch keeps the model's own",
-            )
         return None
+    if kind == "native":
+        from topograd.runtime.native.runtime import NativeRuntime
+
+        return NativeRuntime(stack, precision, made)
     if not installed():
-        if name is None and precision == "float32":
-            return None
         raise ConfigError(
             "the runtime onnx is not installed",
             setting="runtime",
             given=name,
             remedy="pip install onnx onnxruntime",
         )
-    from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
+    from topograd.runtime.onnx_runtime import OnnxRuntime
 
-    if name is None and precision == "float32" and unsupported_reason(stack) is not None:
-        return None
     return OnnxRuntime(stack, precision, provider or "cpu", made)
+
+
+def _default(stack: Stack, precision: Precision) -> str:
+    """The faster runtime that can; where none has the precision, the one that says why."""
+    from topograd.runtime.native.runtime import unsupported_reason
+
+    if unsupported_reason(stack) is None or precision == "bfloat16":
+        return "native"
+    if precision != "float32":
+        return "onnx"
+    if not installed():
+        return "torch"
+    from topograd.runtime import onnx_runtime
+
+    return "onnx" if onnx_runtime.unsupported_reason(stack) is None else "torch"

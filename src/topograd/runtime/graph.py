@@ -26,7 +26,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from topograd.runtime.hugepages import added, anonymous, collect
-from topograd.runtime.quantize import BLOCK, Precision, Quantized, quantize
+from topograd.runtime.quantize import BLOCK, LEAST, Precision, Quantized, quantize
 
 OPSETS = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
 IR_VERSION = 11
@@ -42,8 +42,6 @@ INLINE = 1024
 """Constants of at most this many numbers are part of the graph."""
 LARGE_WEIGHTS, SETTLED = 1 << 24, 32
 """Weights of so many bytes go to large pages once a session has run so often (`pages.py`)."""
-LEAST = 32
-"""Matrices with fewer inputs than this stay in float32."""
 
 
 @dataclass(frozen=True)

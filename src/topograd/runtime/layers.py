@@ -35,13 +35,10 @@ from onnx import TensorProto
 from torch import Tensor, nn
 
 from topograd.nn.transformer.block import MLP, Block
-from topograd.nn.transformer.parts import ACTIVATIONS, Linear, Norm, RMSNorm, gain_of, matrix_of
+from topograd.nn.transformer.parts import Linear, Norm, activation_name, epsilon_of, gain_of, matrix_of
 from topograd.runtime.graph import Graph
 
 FLOAT, LONG, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL
-EPSILON = float(torch.finfo(torch.float32).eps)
-"""What F.rms_norm adds by default."""
-KINDS = {function: name for name, function in ACTIVATIONS.items()}
 GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
@@ -90,11 +87,6 @@ class Stream:
             axis=-1,
             epsilon=norm.eps,
         )
-
-
-def epsilon_of(norm: Norm) -> float:
-    """ε of an RMSNorm; one without a gain has torch's own."""
-    return norm.epsilon if isinstance(norm, RMSNorm) else EPSILON
 
 
 def rms_norm(graph: Graph, x: str, gain: Tensor, epsilon: float) -> str:
@@ -253,7 +245,7 @@ def _posted(graph: Graph, y: str, norm: Norm | None, width: int) -> str:
 
 
 def _mlp(graph: Graph, x: str, name: str, mlp: MLP) -> str:
-    kind = KINDS[mlp.activation]
+    kind = activation_name(mlp.activation)
     if mlp.gate is None:
         x = activation(graph, linear(graph, x, f"{name}.up", mlp.up), kind)
     else:

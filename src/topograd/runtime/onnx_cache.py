@@ -185,7 +185,7 @@ class OnnxStageCache(StageCache):
         self.fixed = runtime.positions(capacity)
         shapes = runtime.shapes(planned)
         self.slots = [KVSlots(*shapes[i], torch.float32, torch.device("cpu")) for i in planned.layers]
-        self.taps = taps_of(planned)
+        self.taps = planned.taps
         self._last = self.taps.index(planned.stage.stop)
         self._names = [f"h.{tap}" for tap in self.taps]
         self._bindings: dict[tuple[Any, ...], Binding] = {}
@@ -379,8 +379,3 @@ def _rooms(spans: Spans) -> Iterator[tuple[slice, list[Group]]]:
             groups = spans.groups[first : i + 1]
             yield slice(groups[0].columns.start, group.columns.stop), groups
             first = i + 1
-
-
-def taps_of(planned: PlannedStage) -> list[int]:
-    """Behind how many layers of the stack a stage's hidden state is wanted: the last, and what it sends."""
-    return sorted({planned.stage.stop, *(port.layer for port in planned.outputs)})

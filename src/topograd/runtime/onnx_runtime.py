@@ -15,29 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.errors import ConfigError
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.capabilities import operator_form
-from topograd.nn.heads import cap
-from topograd.nn.stack import LayerContext, Stack
-from topograd.nn.transformer.attention import check_reach
+from topograd.nn.stack import Stack
+from topograd.runtime import operators
 from topograd.runtime.graph import Graph, Session, Settings
-from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, Stream
-from topograd.runtime.onnx_cache import Array, Frames, OnnxStageCache, taps_of
-from topograd.runtime.quantize import Precision, Quantized, dequantize
+from topograd.runtime.layers import BOOL, FLOAT, INT, LONG, WRITERS, Stream
+from topograd.runtime.onnx_cache import Frames, OnnxStageCache
+from topograd.runtime.operators import OperatorRuntime
+from topograd.runtime.quantize import Precision, Quantized
 from topograd.topology.plan import Plan, PlannedStage
-
-if TYPE_CHECKING:
-    from topograd.nn.transformer.stack import Transformer
 
 HEAD_MULTIPLE = 16
 """What GroupQueryAttention wants a head's width to be a multiple of."""
@@ -74,18 +69,7 @@ def available_providers() -> list[str]:
 
 def unsupported_reason(stack: Stack) -> str | None:
     """Why onnxruntime cannot run this model; None where it can."""
-    form = operator_form(stack)
-    if form is None:
-        return f"a stack of the kind {type(stack).__name__} is not written as ONNX operators"
-    for layer in form.layers:
-        if type(layer) not in WRITERS:
-            kind = type(getattr(layer, "mixer", layer)).__name__
-            return f"{kind} layers are not written as ONNX operators"
-    weight = form.embedding.weight
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        kind = str(weight.dtype).removeprefix("torch.")
-        return f"the weights are {kind} on {weight.device}, not float32 on a CPU"
-    return None
+    return operators.unsupported_reason(stack, "written as ONNX operators")
 
 
 @dataclass(frozen=True)
@@ -120,7 +104,7 @@ class HeadSession:
         return self._bound[count]
 
 
-class OnnxRuntime:
+class OnnxRuntime(OperatorRuntime):
     """Sessions over a stack's weights."""
 
     name = "onnx"
@@ -137,13 +121,9 @@ class OnnxRuntime:
             instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
             setting = "runtime" if precision == "float32" else "weights"
             raise ConfigError(f"{problem}, so onnxruntime cannot run it", setting=setting, remedy=instead)
-        self.stack, self.precision = cast("Transformer", stack), precision
+        super().__init__(stack, made)
+        self.precision = precision
         self.settings = shared_settings(provider)
-        self.made = {} if made is None else made
-        """Matrices that are quantised, by name."""
-        self._normed = self.stack.config.traits.normed_embedding
-        tables = (self.stack.embedding, self.stack.previous)
-        self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
         self._sessions: dict[tuple[int, int, tuple[int, ...], bool], Session] = {}
         self._heads: dict[int, HeadSession] = {}
         self._reach = 0
@@ -151,36 +131,21 @@ class OnnxRuntime:
 
     # Stages
 
-    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
-        return self.stack.embed(inputs, previous)
-
-    def embed_array(self, tokens: Sequence[int], previous: Sequence[int]) -> Array:
-        """In fewer steps than torch takes for the few tokens of a round."""
-        if not self._normed:
-            return self.stack.embed(torch.tensor([tokens]))[0].numpy()
-        x = self._tables[0][tokens]
-        if len(self._tables) > 1:
-            before = np.asarray(previous)
-            known = before >= 0
-            x[known] += self._tables[1][before[known]]
-        x /= np.sqrt(np.einsum("nw,nw->n", x, x)[:, None] / x.shape[-1] + np.float32(EPSILON))
-        return x
-
-    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
-        if self._learned():
-            check_reach(self.stack.config, inputs, offset)
-        return Stack.layer_context(self.stack, x0, inputs, offset)
-
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
         frames: Frames = {}
-        return [OnnxStageCache(self, planned, capacity, frames) for planned in plan.stages]
+        return [
+            OnnxStageCache(self, planned, capacity, frames)
+            if planned.layers
+            else StageCache(self.stack, planned, capacity)  # a head alone has nothing to run
+            for planned in plan.stages
+        ]
 
     def session(self, planned: PlannedStage, grouped: bool = False) -> Session | None:
         """The session of a stage's layers in a layout; None where it cannot be grouped."""
         if grouped and self._head_width() % HEAD_MULTIPLE:
             return None
         # stages alike in their layers, and in what is wanted of them, share sessions
-        key = planned.stage.start, planned.stage.stop, tuple(taps_of(planned)), grouped
+        key = planned.stage.start, planned.stage.stop, tuple(planned.taps), grouped
         if key not in self._sessions:
             self._sessions[key] = self.graph(planned, grouped).session(self.settings)
         return self._sessions[key]
@@ -206,7 +171,7 @@ class OnnxRuntime:
             graph.input("pack", LONG, "columns")
             for window in sorted({self._window(i) for i in planned.layers}):
                 graph.input(f"mask.{window}", BOOL, "slots", 1, "wide", "room")
-        stream, taps = Stream(graph, "h"), taps_of(planned)
+        stream, taps = Stream(graph, "h"), planned.taps
         for index in planned.layers:
             layer = self.stack.layers[index]
             WRITERS[type(layer)](graph, stream, index, layer)
@@ -214,20 +179,10 @@ class OnnxRuntime:
                 graph.output(stream.sum(), f"h.{index + 1}", FLOAT, "rows", "columns", width)
         return graph
 
-    def shapes(self, planned: PlannedStage) -> dict[int, tuple[int, int]]:
-        """By layer, how many heads of keys and values a stage caches, and how wide they are."""
-        each: list[tuple[int, Any]] = [(i, self.stack.layers[i].attention) for i in planned.layers]
-        return {i: (a.kv_heads, a.head_width) for i, a in each}
-
     def _window(self, index: int) -> int:
         a: Any = self.stack.layers[index].attention
         window: int = a.window
         return window
-
-    def _head_width(self) -> int:
-        a: Any = self.stack.layers[0].attention
-        width: int = a.head_width
-        return width
 
     def _rotations(self) -> list[str]:
         """Kinds of rotation; learned positions have none, but their graphs take the tables all the same."""
@@ -237,18 +192,6 @@ class OnnxRuntime:
     def windows(self) -> list[int]:
         """The spans of attention that there are."""
         return sorted({self._window(i) for i in range(len(self.stack.layers))})
-
-    def rotations(self, reach: int) -> dict[str, NDArray[np.float32]]:
-        """Cosines and sines of the first `reach` positions, for each kind of rotation."""
-        half = self._head_width() // 2
-        sign = -1 if self.stack.config.traits.half_tables else 1  # those turn the other way
-        tables = self.stack.rotations(torch.arange(reach), torch.empty(0))
-        each = {kind: (cos[:, :half], sign * sin[:, :half]) for kind, (cos, sin) in tables.items()}
-        return {
-            f"{turn}.{kind}": table.float().contiguous().numpy()
-            for kind, both in each.items()
-            for turn, table in zip(("cos", "sin"), both, strict=True)
-        }
 
     def positions(self, reach: int) -> Fixed:
         """Rotations of the first `reach` positions, and what else no run changes."""
@@ -260,31 +203,7 @@ class OnnxRuntime:
             self._fixed = Fixed(values, self.windows(), most, self._check_stop)
         return self._fixed
 
-    def _learned(self) -> bool:
-        return self.stack.config.traits.learned_positions
-
-    def _check_stop(self, stop: int) -> None:
-        if self._learned() and stop > self.stack.config.positions:
-            check_reach(self.stack.config, torch.zeros(1, stop), 0)
-
     # Heads
-
-    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
-        flat = h.reshape(-1, h.shape[-1])
-        logits = self._logits(flat, stage) if rows is None else self._some(flat, stage, rows)
-        return logits.view(*h.shape[:-1], -1)
-
-    def _logits(self, flat: Tensor, stage: int) -> Tensor:
-        if (factors := self._factors(stage)) is not None:  # W x + U (V x): all of them share W
-            up, down = factors
-            x = self.stack.normalize(flat)
-            return self._product(flat, -1).addmm_(F.linear(x, down), up.t())
-        return self._product(flat, stage if self.stack.has_head(stage) else -1)
-
-    def _factors(self, stage: int) -> tuple[Tensor, Tensor] | None:
-        """(U, V) of a stage that reads the shared matrix and adds to it; None where its matrix is its own."""
-        head = self.stack.head
-        return None if head.softcap is not None else head.low_rank(stage)
 
     def _product(self, flat: Tensor, which: int) -> Tensor:
         """Logits by the matrix of a stage, or by the one (-1) that stages without their own share."""
@@ -311,20 +230,3 @@ class OnnxRuntime:
             z = graph.op("Mul", graph.op("Tanh", graph.op("Div", z, bound)), bound)
         graph.output(z, "logits", FLOAT, "rows", len(head.weight))
         return graph
-
-    def _head_name(self, stage: int) -> str:
-        return f"head.{stage}" if self.stack.has_head(stage) else "head"
-
-    def _some(self, flat: Tensor, stage: int, rows: Tensor) -> Tensor:
-        """Logits of some tokens: their rows of the matrix alone are read."""
-        factors = self._factors(stage)
-        packed = self.made.get("head" if factors is not None else self._head_name(stage))
-        if packed is None:
-            return self.stack.readout(flat, stage, rows)
-        head, x = self.stack.head, self.stack.normalize(flat)
-        matrix = torch.from_numpy(dequantize(packed.rows(rows.numpy()), flat.shape[-1]))
-        z = F.linear(x, matrix, None if head.bias is None else head.bias[rows])
-        if factors is not None:
-            up, down = factors
-            z = z + F.linear(F.linear(x, down), up[rows])
-        return cap(z, head.softcap)

@@ -46,11 +46,11 @@ class Runtime(Protocol):
 
     @property
     def name(self) -> str:
-        """torch or onnx."""
+        """torch, onnx or native."""
 
     @property
     def precision(self) -> str:
-        """Of its weights: float32 (torch: the stack's own), int8 or int4."""
+        """Of its weights: float32 (torch: the stack's own), bfloat16, int8 or int4."""
 
     @property
     def stack(self) -> Stack:

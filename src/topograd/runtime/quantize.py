@@ -14,26 +14,31 @@ Cost: O(out · in) once. Limits: what MatMulNBits multiplies by are activations 
 (accuracy level 4; its other levels take up to a second a token here). Source: ONNX Runtime's MatMulNBits.
 
 A run can keep its quantised weights, so that they need not be made at every start: a safetensors file of
-every matrix's integers, scales and offsets, with the SHA-256 of the weights that they were made of. A file of
-other weights is refused.
+every matrix's integers, scales and offsets, with their SHA-256 and that of the weights that they were made
+of. A file of other weights is refused, and so is one that was changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from topograd.errors import ConfigError, RunError
-from topograd.files import saving_tensors
+from topograd.files import saving_tensors, sync
+from topograd.runs.tensor_files import tensors_digest
 
-Precision = Literal["float32", "int8", "int4"]
+Precision = Literal["float32", "bfloat16", "int8", "int4"]
 BLOCK = 32
+LEAST = 32
+"""Matrices with fewer inputs than this are not quantised."""
 _BITS = {"int8": 8, "int4": 4}
 
 
@@ -65,11 +70,7 @@ def check_precision(name: str) -> Precision:
 
 def quantize(weight: NDArray[np.float32], precision: Precision) -> Quantized:
     """W (out, in) in blocks along its inputs; a last block that is short is filled with zeros."""
-    out, inputs = weight.shape
-    blocks = -(-inputs // BLOCK)
-    if inputs % BLOCK:
-        weight = np.pad(weight, ((0, 0), (0, blocks * BLOCK - inputs)))
-    parts = weight.reshape(out, blocks, BLOCK)
+    parts = pad_blocks(weight)
     if precision == "int8":
         scales = np.maximum(np.abs(parts).max(-1) / 127, _TINY).astype(np.float32)
         codes = (np.rint(parts / scales[..., None]) + 128).astype(np.uint8)
@@ -79,6 +80,15 @@ def quantize(weight: NDArray[np.float32], precision: Precision) -> Quantized:
     codes = np.clip(np.rint((parts - low[..., None]) / scales[..., None]), 0, 15).astype(np.uint8)
     packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
     return Quantized(4, packed, scales, np.ascontiguousarray((low + 8 * scales).astype(np.float32).T))
+
+
+def pad_blocks(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(out, in) as (out, blocks, 32), the last block filled with zeros."""
+    out, inputs = weight.shape
+    blocks = -(-inputs // BLOCK)
+    if inputs % BLOCK:
+        weight = np.pad(weight, ((0, 0), (0, blocks * BLOCK - inputs)))
+    return weight.reshape(out, blocks, BLOCK)
 
 
 _TINY = np.float32(1e-30)
@@ -110,7 +120,9 @@ def save_weights(file: Path, made: dict[str, Quantized], precision: Precision, w
             tensors[f"{name}:offsets"] = packed.offsets
     part = file.with_name(f".{file.name}.part")
     with saving_tensors(part):
-        save_file(tensors, part, metadata={"weights": weights, "precision": precision})
+        about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
+        save_file(tensors, part, metadata=about)
+    sync(part)
     part.replace(file)
 
 
@@ -120,21 +132,29 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
         f"delete it, or make it again with: topograd eval {file.parent} --weights {precision} --keep-weights"
     )
     try:
+        if not file.is_file():  # of a pipe, opening would wait for a writer
+            raise OSError("it is not a regular file")
         with safe_open(file, "numpy") as opened:
             known = opened.metadata() or {}
             if known.get("weights") != weights or known.get("precision") != precision:
                 raise RunError(
                     f"{file} is of other weights than this run's", setting="weights", given=file, remedy=again
                 )
-            names = set(opened.keys())
-            return {
-                name: Quantized(
-                    _BITS[precision],
-                    opened.get_tensor(f"{name}:codes"),
-                    opened.get_tensor(f"{name}:scales"),
-                    opened.get_tensor(f"{name}:offsets") if f"{name}:offsets" in names else None,
-                )
-                for name in sorted({name.rpartition(":")[0] for name in names})
-            }
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if known.get("sha256") != _digest(tensors):
+            raise OSError("its SHA-256 is not the recorded one")
     except (SafetensorError, OSError) as problem:
         raise RunError(f"{file} is damaged ({problem})", setting="file", given=file, remedy=again) from None
+    return {
+        name: Quantized(
+            _BITS[precision],
+            tensors[f"{name}:codes"],
+            tensors[f"{name}:scales"],
+            tensors.get(f"{name}:offsets"),
+        )
+        for name in sorted({name.rpartition(":")[0] for name in tensors})
+    }
+
+
+def _digest(tensors: Mapping[str, NDArray[Any]]) -> str:
+    return tensors_digest({name: torch.from_numpy(array) for name, array in tensors.items()})

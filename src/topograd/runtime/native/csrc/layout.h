@@ -1,0 +1,65 @@
+// What Python hands over: matrices, norms, layers and the new positions of a run (`library.py` has the same).
+#pragma once
+
+#include <cstdint>
+
+constexpr int LANES = 8;   // outputs of a panel: a lane of a vector is an output
+constexpr int BLOCK = 32;  // inputs that share a scale
+constexpr int TILE = 8;    // rows that a panel meets at once
+constexpr int ROWS = 64;   // rows that go through a stage at once; more go in parts
+
+enum Format : int64_t { FLOAT32, BFLOAT16, INT8, INT4, INT4_MINIMA };
+enum NormKind : int64_t { NO_NORM, RMS, LAYER };
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
+
+// W (outputs, inputs) in panels of 8 outputs, and what is added.
+struct Matrix {
+    Format format;
+    int64_t outputs, inputs;
+    const uint8_t *data;
+    const float *bias;
+};
+
+struct Norm {
+    NormKind kind;
+    const float *gain, *shift; // null: 1 and 0
+    float epsilon;
+};
+
+struct Layer {
+    Matrix qkv, output, hidden, down; // hidden: up, or panels of gate and up in turns
+    Norm attention_norm, mlp_norm, attention_post, mlp_post, query_norm, key_norm;
+    const float *positions; // learned (position_rows, width), or null
+    const float *values;    // added to the values by token (vocabulary, kv heads * head width), or null
+    int64_t position_rows, heads, kv_heads, head_width, window;
+    int64_t rotation; // which table, or -1
+    int64_t norm_behind_rotation, gated;
+    Activation activation;
+    float x0_scale, scale, softcap; // softcap 0: none
+};
+
+// A new position of a sequence: where its keys and values lie, and what it is.
+struct Row {
+    int64_t token, position, slot, room, buffer;
+};
+
+struct Run {
+    int64_t rows, width, layers, buffers, threads;
+    const Layer *layer;
+    float *h; // (rows, width), replaced
+    const float *x0;
+    const Row *row;
+    float *const *keys, *const *values; // (layers, buffers) of (slots, kv heads, room, head width)
+    const float *cosine[2], *sine[2];   // (positions, head width / 2)
+    float *const *taps;                 // (layers): where h behind a layer is copied, or null
+};
+
+// Logits: W norm(h) + b, capped.
+struct Readout {
+    int64_t rows, width, threads;
+    const Matrix *matrix;
+    const Norm *norm;
+    const float *h;
+    float *logits; // (rows, outputs)
+    float softcap;
+};

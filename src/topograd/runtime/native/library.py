@@ -1,0 +1,113 @@
+"""The compiled kernels, called by ctypes.
+
+The library is built when the package is installed (setup.py); where there was no compiler it is missing, and
+`missing_reason` says so. Nothing is compiled at first use. The structures are those of `csrc/layout.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LEVELS = ("none", "avx2", "avx512-vnni")
+"""Instruction sets, as `topograd_level` counts them."""
+FORMATS = ("float32", "bfloat16", "int8", "int4", "int4-minima")
+ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu", "relu2")
+NO_NORM, RMS, LAYER = range(3)
+ROW = ("token", "position", "slot", "room", "buffer")
+"""The columns of an array of new positions."""
+
+
+class Matrix(Structure):
+    _fields_ = (
+        ("format", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Norm(Structure):
+    _fields_ = (("kind", c_int64), ("gain", c_void_p), ("shift", c_void_p), ("epsilon", c_float))
+
+
+class Layer(Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "output", "hidden", "down")),
+        *((f"{name}_norm", Norm) for name in ("attention", "mlp")),
+        *((f"{name}_post", Norm) for name in ("attention", "mlp")),
+        *((f"{name}_norm", Norm) for name in ("query", "key")),
+        *((name, c_void_p) for name in ("positions", "values")),
+        *((name, c_int64) for name in ("position_rows", "heads", "kv_heads", "head_width", "window")),
+        *((name, c_int64) for name in ("rotation", "norm_behind_rotation", "gated", "activation")),
+        *((name, c_float) for name in ("x0_scale", "scale", "softcap")),
+    )
+
+
+class Run(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "width", "layers", "buffers", "threads")),
+        ("layer", POINTER(Layer)),
+        *((name, c_void_p) for name in ("h", "x0", "row", "keys", "values")),
+        *((name, c_void_p * 2) for name in ("cosine", "sine")),
+        ("taps", c_void_p),
+    )
+
+
+class Readout(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "width", "threads")),
+        *(("matrix", POINTER(Matrix)), ("norm", POINTER(Norm))),
+        *(("h", c_void_p), ("logits", c_void_p), ("softcap", c_float)),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The library, if it was built."""
+    for file in sorted(HERE.glob("_kernels*.so")):
+        library = ctypes.CDLL(str(file))
+        library.topograd_level.restype = library.topograd_size.restype = c_int64
+        library.topograd_size.argtypes = [c_int64]
+        sizes = [ctypes.sizeof(each) for each in (Matrix, Norm, Layer, c_int64 * len(ROW), Run, Readout)]
+        if [library.topograd_size(i) for i in range(len(sizes))] != sizes:
+            return None  # built of another version of the sources
+        library.topograd_stage.argtypes = library.topograd_readout.argtypes = [c_void_p, c_int64]
+        library.topograd_stage.restype = library.topograd_readout.restype = None
+        return library
+    return None
+
+
+@cache
+def level() -> int:
+    """Which instruction set of LEVELS runs here; 0 where none can or nothing was built."""
+    library = _library()
+    return 0 if library is None else int(library.topograd_level())
+
+
+def missing_reason() -> str | None:
+    """Why there are no kernels on this machine; None where there are."""
+    if _library() is None:
+        return "its kernels were not built: install a C++ compiler, then topograd again"
+    return None if level() else "this processor has no AVX2, FMA and F16C"
+
+
+def run_stage(run: Run, instructions: int | None = None) -> None:
+    """The layers of a stage on new positions, by the best instruction set or a lower one."""
+    _called().topograd_stage(byref(run), level() if instructions is None else instructions)
+
+
+def run_readout(readout: Readout, instructions: int | None = None) -> None:
+    """Logits of rows by a head."""
+    _called().topograd_readout(byref(readout), level() if instructions is None else instructions)
+
+
+def _called() -> Any:
+    library = _library()
+    assert library is not None, "a runtime is made only where missing_reason is None"
+    return library

@@ -1,0 +1,244 @@
+"""The native backend: a stage is one call of a C++ function, and so is a head.
+
+Weights are packed (`packing.py`) when a layer or a head first runs, in one block of memory for all layers. A
+run takes as many threads as torch had when the runtime was made. Sums have one order, whatever the number of
+threads and of rows: the same text in any company is the same bits.
+
+Equal to torch to rounding in float32; in bfloat16 for weights that are bfloat16 numbers, else they are
+rounded. With int8 and int4 weights the model is another one, and what is exact is exact for that one:
+
+    int8    d q, 32 weights a scale, times activations in blocks of 16-bit integers
+    int4    d q + m, times activations in blocks of 8-bit integers
+
+Limits: transformer blocks (`nn/transformer/block.py`) in float32 on a CPU, x86-64 with AVX2. Weights are read
+when they are packed: make another runtime when they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import pointer
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from topograd.errors import ConfigError
+from topograd.exec.stage_cache import StageCache
+from topograd.nn.slots import Spans
+from topograd.nn.stack import Stack
+from topograd.nn.transformer import parts
+from topograd.nn.transformer.block import Block
+from topograd.nn.transformer.parts import activation_name, epsilon_of, gain_of, matrix_of
+from topograd.runtime import operators
+from topograd.runtime.native import library
+from topograd.runtime.native.cache import NativeStageCache
+from topograd.runtime.native.library import Layer, Matrix, Norm, Readout
+from topograd.runtime.native.packing import (
+    Memory,
+    gate_order,
+    halved,
+    ordered,
+    ordered_blocks,
+    pack_blocks,
+    pack_floats,
+    packed_size,
+    padded,
+    quantize_half,
+)
+from topograd.runtime.operators import OperatorRuntime
+from topograd.runtime.quantize import LEAST, Precision, Quantized
+from topograd.topology.plan import Plan
+
+GELUS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
+
+
+def unsupported_reason(stack: Stack) -> str | None:
+    """Why the kernels cannot run this model here; None where they can."""
+    return library.missing_reason() or operators.unsupported_reason(stack, "written as kernels")
+
+
+class NativeRuntime(OperatorRuntime):
+    """Packed weights of a stack."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        stack: Stack,
+        precision: Precision = "float32",
+        made: dict[str, Quantized] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        problem = unsupported_reason(stack)
+        if problem is not None:
+            raise ConfigError(
+                f"the runtime native cannot run this: {problem}",
+                setting="runtime",
+                remedy="leave --runtime out",
+            )
+        super().__init__(stack, {name: halved(each) for name, each in (made or {}).items()})
+        self.precision, self.threads = precision, threads or torch.get_num_threads()
+        self._kept: list[NDArray[Any]] = []
+        """Memory that the kernels read."""
+        self._memory: Memory | None = None
+        self._layers: dict[int, Layer] = {}
+        self._heads: dict[int, tuple[Matrix, Norm, Memory]] = {}
+        self._turns: dict[str, NDArray[np.float32]] = {}
+        self._rows: tuple[Spans | None, NDArray[np.int64]] = None, np.empty((0, 5), np.int64)
+
+    # Stages
+
+    def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
+        return [NativeStageCache(self, planned, capacity) for planned in plan.stages]
+
+    def turns(self, reach: int) -> dict[str, NDArray[np.float32]]:
+        """Tables of rotations that have at least `reach` positions."""
+        if not self._turns or len(self._turns["cos.rotary"]) < reach:
+            self._turns = self.rotations(reach)
+        return self._turns
+
+    def rows_of(self, spans: Spans) -> NDArray[np.int64]:
+        """What the kernels read of each new position (library.ROW), made once for all stages."""
+        if self._rows[0] is not spans:
+            self._check_stop(max(group.stop for group in spans.groups))
+            assert spans.tokens is not None
+            rooms = {room: i for i, room in enumerate(dict.fromkeys(group.room for group in spans.groups))}
+            rows, first = np.empty((spans.total, 5), np.int64), 0
+            rows[:, 0] = spans.tokens
+            for place, start, count in zip(spans.places, spans.starts, spans.counts, strict=True):
+                part = rows[first : first + count]
+                part[:, 1] = np.arange(start, start + count)
+                part[:, 2:] = place.slot, place.room, rooms[place.room]
+                first += count
+            self._rows = spans, rows
+        return self._rows[1]
+
+    def layer(self, index: int) -> Layer:
+        """A layer's weights and sizes, packed at first use."""
+        if index not in self._layers:
+            block = self.stack.layers[index]
+            assert isinstance(block, Block)
+            self._layers[index] = self._packed(index, block)
+        return self._layers[index]
+
+    def _packed(self, index: int, block: Block) -> Layer:
+        a, mlp, name = block.attention, block.mlp, f"layers.{index}"
+        if self._memory is None:
+            self._memory = Memory(sum(self._size(layer) for layer in self.stack.layers))
+        memory, layer = self._memory, Layer()
+        layer.qkv = self._matrix(f"{name}.qkv", [a.query, a.key, a.value] if a.rotary else [a.qkv], memory)
+        layer.output = self._matrix(f"{name}.output", [a.output], memory)
+        if mlp.gate is None:
+            layer.hidden = self._matrix(f"{name}.up", [mlp.up], memory)
+        else:
+            order = gate_order(len(matrix_of(mlp.up)))
+            layer.hidden = self._matrix(f"{name}.gate_up", [mlp.gate, mlp.up], memory, order)
+        layer.down = self._matrix(f"{name}.down", [mlp.down], memory)
+        for kind, norm in (
+            *(("attention_norm", block.attention_norm), ("mlp_norm", block.mlp_norm)),
+            *(("attention_post", block.attention_post_norm), ("mlp_post", block.mlp_post_norm)),
+            *(("query_norm", a.query_norm), ("key_norm", a.key_norm)),
+        ):
+            setattr(layer, kind, self._norm(norm))
+        self._describe(layer, block)
+        return layer
+
+    def _describe(self, layer: Layer, block: Block) -> None:
+        """Everything of a layer that is neither a matrix nor a norm."""
+        a, activation = block.attention, activation_name(block.mlp.activation)
+        if block.positions is not None:
+            layer.positions = self._keep(block.positions.weight)
+            layer.position_rows = len(block.positions.weight)
+        if a.value_embedding is not None:
+            layer.values = self._keep(a.value_gate.detach() * a.value_embedding.weight.detach())
+        layer.heads, layer.kv_heads, layer.head_width = a.heads, a.kv_heads, a.head_width
+        layer.window, layer.softcap = a.window, a.softcap or 0.0
+        layer.rotation = (1 if a.local else 0) if a.rotary else -1
+        layer.norm_behind_rotation = a.traits.norm_behind_rotation
+        layer.gated = block.mlp.gate is not None
+        layer.activation = library.ACTIVATIONS.index(GELUS.get(activation, activation))
+        layer.x0_scale = 0.0 if block.x0_scale is None else block.x0_scale.item()
+        layer.scale = a.head_width**-0.5 if a.scale is None else a.scale
+
+    def _form(self, inputs: int) -> str:
+        """The format that a matrix of so many inputs is packed in, or more exactly reserved for."""
+        if self.precision in ("float32", "bfloat16"):
+            return self.precision
+        return "float32" if inputs < LEAST else {"int8": "int8", "int4": "int4-minima"}[self.precision]
+
+    def _size(self, block: Any) -> int:
+        linears = [each for each in block.modules() if isinstance(each, parts.Linear)]
+        shapes = [matrix_of(each).shape for each in linears]
+        # a panel more of each: gate and up are padded by themselves, queries, keys and values together
+        return sum(packed_size(out + 8, inputs, self._form(inputs)) for out, inputs in shapes)
+
+    def _matrix(
+        self, name: str, maps: Sequence[Any], memory: Memory, order: NDArray[np.int64] | None = None
+    ) -> Matrix:
+        """Some linear maps as one, their rows in an order if that is given."""
+        weights = [matrix_of(each) for each in maps]
+        matrix = self._pack(name, weights[0] if len(weights) == 1 else torch.cat(weights), memory, order)
+        biases = [each.bias.detach() for each in maps if each.bias is not None]
+        if biases:
+            bias = torch.cat(biases).float().numpy()
+            matrix.bias = self._bias(bias if order is None else ordered(bias, order))
+        return matrix
+
+    def _pack(
+        self, name: str, weight: Tensor, memory: Memory, order: NDArray[np.int64] | None = None
+    ) -> Matrix:
+        values, form = weight.detach().float().contiguous().numpy(), self._form(weight.shape[1])
+        if form in ("float32", "bfloat16"):
+            return pack_floats(values if order is None else ordered(values, order), form, memory)
+        if name not in self.made:
+            self.made[name] = quantize_half(values, 8 if self.precision == "int8" else 4)
+        blocks = self.made[name]
+        return pack_blocks(
+            blocks if order is None else ordered_blocks(blocks, order), values.shape[1], memory
+        )
+
+    def _bias(self, bias: NDArray[np.float32]) -> int:
+        """Its address; whole panels of it are read."""
+        full = np.zeros(padded(len(bias)), np.float32)
+        full[: len(bias)] = bias
+        return self._keep(torch.from_numpy(full))
+
+    def _norm(self, norm: parts.Norm | None) -> Norm:
+        if norm is None:
+            return Norm(library.NO_NORM, None, None, 0.0)
+        gain, shift = gain_of(norm)
+        kind = library.LAYER if isinstance(norm, torch.nn.LayerNorm) else library.RMS
+        address = [None if each is None else self._keep(each) for each in (gain, shift)]
+        return Norm(kind, *address, epsilon_of(norm))
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of a tensor's numbers, which live as long as the runtime."""
+        self._kept.append(tensor.detach().float().contiguous().numpy())
+        return int(self._kept[-1].ctypes.data)
+
+    # Heads
+
+    def _product(self, flat: Tensor, which: int) -> Tensor:
+        if which not in self._heads:
+            self._heads[which] = self._packed_head(which)
+        matrix, norm, _ = self._heads[which]
+        h = flat.contiguous().numpy()
+        logits = np.empty((len(h), matrix.outputs), np.float32)  # anew: the caller may keep it
+        readout = Readout(len(h), h.shape[1], self.threads, pointer(matrix), pointer(norm))
+        readout.h, readout.logits = h.ctypes.data, logits.ctypes.data
+        readout.softcap = self.stack.head.softcap or 0.0
+        library.run_readout(readout)
+        return torch.from_numpy(logits)
+
+    def _packed_head(self, which: int) -> tuple[Matrix, Norm, Memory]:
+        head = self.stack.head
+        weight = head.matrix(which).detach()
+        vocab, width = weight.shape
+        memory = Memory(packed_size(vocab, width, self._form(width)))
+        matrix = self._pack(self._head_name(which), weight, memory)
+        if head.bias is not None:
+            matrix.bias = self._bias(head.bias.detach().float().numpy())
+        return matrix, self._norm(self.stack.norm), memory
