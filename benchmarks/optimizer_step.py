@@ -38,6 +38,7 @@ from topograd.cli.console import Json, note, number, out, print_json
 from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers, check_total
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import CEShiftRowShift, Gauge, ReLURescale
+from topograd.runs.device import usable_device
 from topograd.timing import Spread, ratio, read_in_turns, take_turns
 
 STEP_GOAL, MEMORY_GOAL = 1.5, 1.1
@@ -63,6 +64,7 @@ class Settings:
         check_numbers(self, layers=DEPTH, width=SIZE, vocab=(2, SIZE[1]), repeats=REPEATS)
         parameters = 12 * self.layers * self.width**2 + 3 * self.vocab * self.width
         check_total(8 * parameters, "layers, width or vocab")  # twice with gradients and two moments
+        usable_device(self.device)
 
 
 def bench_optim(settings: Settings) -> dict[str, Any]:

@@ -59,7 +59,8 @@ from papers.outcome import Asked, Result, Row, check_seeds
 from topograd.geometry.factors import Batch, kfac_factors
 from topograd.geometry.losses import Fisher
 from topograd.geometry.series import SeriesReader
-from topograd.geometry.singular.coefficient import Langevin, learning_coefficient
+from topograd.geometry.singular.coefficient import learning_coefficient
+from topograd.geometry.singular.langevin import Langevin
 
 RATE, BETAS = 4e-3, (0.9, 0.98)
 READINGS, EVERY = 80, 5

@@ -64,12 +64,12 @@ from papers.dead_directions.kfac import KFAC
 from papers.dead_directions.optimizer_tasks import TASKS, Task, losses, modular
 from papers.dead_directions.shampoo import SOAP, Shampoo
 from papers.outcome import Asked, Result, ResultTable, Row
+from topograd.exec.z_loss import z_loss
 from topograd.geometry.rates import Rate, fit_rate
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import Gauge
 from topograd.optim.gauges.rescaling import Rescaling
 from topograd.optim.gauges.translation import Translation
-from topograd.optim.z_loss import z_loss
 
 WARMUP, READINGS = 20, 12
 ROWS = 1024

@@ -23,6 +23,10 @@ def test_show_says_everything(call: Any) -> None:
         "gradient_depth": 4,
         "activation_layers": 4,
         "pipeline_granularity": 3,
+        "gradient_bits": 0,
+        "staleness": 0,
+        "stashed_layers": 0,
+        "waiting_stages": 0,
         "vocabulary_projections": 3,
         "capability_region": True,
         "bubble": {"microbatches": 8, "backprop": 4 / 20, "staged": 2 / 18, "speedup": 20 / 18},
@@ -36,6 +40,12 @@ def test_show_at_the_ends_of_the_lattice(call: Any) -> None:
     assert backprop["properties"]["gradient_depth"] == 3
     assert not backprop["properties"]["capability_region"]
     assert backprop["properties"]["bubble"] == {"microbatches": 8, "backprop": 0, "staged": 0, "speedup": 1}
+    late = call(
+        "space", "show", "1,2", *["--grad-scale", "1", "--grad-delay", "1", "--grad-bits", "4", "--json"]
+    ).json
+    said = late["properties"]
+    assert [said["gradient_bits"], said["staleness"], said["stashed_layers"]] == [4, 1, 1]
+    assert said["waiting_stages"] == 0
     local = call("space", "show", "1, 1,1", "--microbatches", "2", "--json").json
     assert local["neighbours"]["finer"] == []
     assert local["properties"]["activation_layers"] == 1
@@ -73,6 +83,10 @@ def test_properties_of_a_partition_need_no_training(call: Any) -> None:
         "coordination": 9 / 11,
         "head_matrices": 1,
         "exit_layers": [4, 8, 12],
+        "gradient_bits": 0,
+        "staleness": 0,
+        "stashed_layers": 0,
+        "waiting_stages": 0,
     }
     own = call("space", "properties", "1,1", "--heads", "per-stage", "--json").json
     assert (own["heads"], own["head_matrices"], own["capability_region"]) == ("per-stage", 3, False)

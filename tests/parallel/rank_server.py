@@ -52,11 +52,19 @@ from topograd.parallel.stage_loop import StageLoop
 from topograd.parallel.transport import MeshTransport
 from topograd.runs.config import OptimizerConfig
 from topograd.runs.topology_config import TopologyConfig
+from topograd.topology.dag import EMBEDDING, Edge, Stage
 from topograd.training.optimizers import make_optimizers
 from topograd.training.trainer import Trainer
 from torch_schedules import TorchPipeline
 
 SHAPE = {"width": 16, "heads": 2, "vocab": 23, "context": 8}
+MIXED = (
+    Stage(0, 1, (Edge(EMBEDDING, grad_scale=1.0),)),
+    Stage(1, 2, (Edge(0, grad_scale=1.0),)),
+    Stage(2, 3, (Edge(1, grad_scale=1.0, delay=1, grad_bits=8), Edge(0, grad_scale=0.5)), weight=0.0),
+    Stage(3, 4, (Edge(2, grad_scale=0.7), Edge(0, grad_scale=0.3, delay=2))),
+)
+"""Late stages that hear one another without delay, a stage without a loss, and edges over several ranks."""
 Job = Callable[..., Any]
 JOBS: dict[str, Job] = {}
 
@@ -77,6 +85,8 @@ def model(topology: dict[str, Any], double: bool = True, **shape: Any) -> tuple[
     """A model that is the same everywhere, in float64, with random weights where zeros would hide things."""
     torch.manual_seed(0)
     words: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in topology.items()}
+    if words.get("stages") == "mixed":
+        words["stages"] = MIXED
     config = TopologyConfig(**words)
     layers = shape.pop("layers", 4)
     stack = GPT(**(SHAPE | {"layers": config.build(layers).layers} | shape))
@@ -132,8 +142,8 @@ def steps(
         store = SetStore(Path(folder) / "set", ranks)
         store.save(step=count, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
         kept = sum(not p.is_meta for p in stack.parameters())
-        gathered = getattr(loop.gradient, "gathered_bytes", 0)
-        sizes = {"sent": loop.transport.sent_bytes, "kept": kept, "gathered": gathered}
+        scanned = getattr(loop.gradient, "scan_bytes", 0)
+        sizes = {"sent": loop.transport.sent_bytes, "kept": kept, "scanned": scanned}
         return {"steps": found, "waited": ranks.waited, **sizes}
 
 

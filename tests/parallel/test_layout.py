@@ -1,5 +1,6 @@
 """Who runs what, and what that makes shared."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -58,13 +59,26 @@ def test_a_message_goes_to_those_who_hear_it() -> None:
     assert [port.source for port in prior.incoming(0, 2)] == [0]
 
 
-def test_stages_that_exchange_gradient_stay_together() -> None:
+def test_gradient_goes_back_over_ranks() -> None:
     _, plan = small(Topology.chain("1,1,2", grad_scale=0.5))
-    with refused(ParallelError, setting="stages"):
-        Layout.of(plan, 2)
-    assert Layout.of(plan, 1).owners == (0, 0, 0)
+    layout = Layout.of(plan, 3)
+    assert layout.back_edges == [(1, 0), (2, 0)]
+    assert [layout.ahead(rank) for rank in range(3)] == [2, 1, 0], "as many batches as ranks lie behind"
+    late = Layout.of(small(Topology.chain("1,1,2", grad_scale=0.5).with_gradient(delay=1))[1], 3)
+    assert [late.ahead(rank) for rank in range(3)] == [0, 0, 0], "nobody waits"
+    assert Layout.of(small(Topology.chain("1,1,2"))[1], 3).back_edges == []
     with refused(ParallelError, setting="stages", given=4):
         Layout.of(plan, 4)
+
+
+def test_what_cannot_be_parted_stays_together() -> None:
+    shared = Topology.cover([(0, 2), (1, 3)])
+    with refused(ParallelError, setting="stages"):
+        Layout.of(small(shared)[1], 2)
+    assert Layout.of(small(shared)[1], 1).owners == (0, 0)
+    overlapping = replace(Topology.chain("1,1,2", grad_scale=0.5), reach="next")
+    with refused(ParallelError, setting="stages"):
+        Layout.of(small(overlapping)[1], 2)
 
 
 def test_what_is_shed_keeps_its_name_and_ties_and_no_memory() -> None:

@@ -103,6 +103,58 @@ def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(
             assert torch.equal(tensor, expected[name]), name
 
 
+EDGES = {
+    "thin": ("--grad-bits", "4"),
+    "late": ("--grad-delay", "1"),
+    "both": ("--grad-delay", "2", "--grad-bits", "8", "--accumulate", "2"),
+}
+
+
+@pytest.mark.parametrize("kind", EDGES)
+def test_gradient_between_ranks_has_the_losses_of_one_process_and_resumes_anywhere(
+    kind: str, train: Any, settings: Path, config: TrainConfig, tmp_path: Path
+) -> None:
+    flags = ["--partition", "1,1", "--grad-scale", "1", *EDGES[kind], "--steps", "8", "--save-every", "0"]
+    words = {flag.removeprefix("--").replace("-", "_"): int(value) for flag, value in _pairs(EDGES[kind])}
+    plain = replace(config, eval_every=0).changed(partition="1,1", grad_scale=1.0, steps=8, **words)
+    start(plain, tmp_path / "one").train()
+    assert train(tmp_path / "two", *flags).results() == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)  # float32
+    parts = tmp_path / "parts"
+    assert train(parts, *flags, "--stop-after", "3").results() == [0, 0]
+    assert train(parts).results() == [0, 0]
+    assert losses(parts) == losses(tmp_path / "two")
+    for name, tensor in weights(parts).items():
+        assert torch.equal(tensor, weights(tmp_path / "two")[name]), name
+    moved = tmp_path / "moved"
+    assert train(moved, *flags, "--stop-after", "3").results() == [0, 0]
+    resume(moved).train(stop_after=5)
+    assert train(moved).results() == [0, 0]
+    assert losses(moved) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+
+
+def _pairs(words: tuple[str, ...]) -> list[tuple[str, str]]:
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize("kind", EDGES)
+def test_a_rank_that_is_killed_while_gradient_is_awaited_ends_the_job(
+    kind: str, train: Any, tmp_path: Path
+) -> None:
+    """Within a step all ranks go on together, late or not: the others end with a line, and resume."""
+    flags = ["--partition", "1,1", "--grad-scale", "1", *EDGES[kind], "--steps", "8", "--save-every", "2"]
+    assert train(tmp_path / "whole", *flags).results() == [0, 0]
+    folder, gate = tmp_path / "killed", tmp_path / "gate"
+    job = train(folder, *flags, gate=(5, str(gate)))
+    wait_until(partial(_saved, folder), "the first checkpoint")
+    job.kill(1)
+    gate.touch()
+    assert job.wait() == [2, None], job.said()
+    assert " is gone: " in job.printed(0, "err")
+    assert train(folder).results() == [0, 0]
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
 BAD: dict[str, Any] = {
     "world": ({"world": 3}, "3 processes were started, and --parallel stages=2 needs 2"),
     "stages": ({"parallel": "stages=4", "world": 4}, "stages is 4; it must be at most 2"),

@@ -1,6 +1,7 @@
 """Regions on ranks give autograd's gradients in one process, and send what the formulas say."""
 
-from types import ModuleType
+import math
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,9 +58,10 @@ def test_losses_and_weights_are_those_of_autograd(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
     n, batch = 3 * 4, 2
     messages = (stages - 1) * batch * n * 8  # bytes of a batch in float64, of all ranks
-    products = stages * (stages - 1) * batch * n * (n + 1) * 8
+    rows, matrices = {2: (1, 0), 3: (2, 1), 4: (3, 3)}[stages]  # of all ranks, by hand
+    products = batch * n * (rows + matrices * n) * 8
     steps = 3 * 2
-    assert sum(result["gathered"] for result in results) == steps * products
+    assert sum(result["scanned"] for result in results) == steps * products
     assert sum(result["sent"] for result in results) == steps * messages + replicas * (stages - 1) * 80
 
 
@@ -76,24 +78,39 @@ def test_with_bf16_they_are_those_of_a_scan_in_one_process(launch: Any, server: 
         assert result["steps"][0]["norm"] == pytest.approx(done.norm, rel=1e-6)
 
 
-class Told(RegionScan):
-    """The first of three ranks, which is told what the others have."""
+class Mailed(RegionScan):
+    """A rank whose messages lie in a box: they only go to earlier ranks, so ranks can run last to first."""
 
-    others: tuple[Tensor, ...] = ()
+    def __init__(self, place: int, ranks: int, box: dict[tuple[int, int, int], Tensor]) -> None:
+        super().__init__(ranks=Ranks(place, ParallelConfig(stages=ranks), None, torch.device("cpu")))  # type: ignore[arg-type]
+        self.box, self.hops = box, 0
 
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        return [own, *self.others]
+    def _swap(self, sent: Tensor | None, to: int, room: Tensor | None, source: int) -> Tensor | None:
+        self.hops += 1
+        if sent is not None:
+            self.box[self.hops, self.ranks.place, to] = sent
+        if room is None:
+            return None
+        found = self.box.pop((self.hops, source, self.ranks.place))
+        assert found.shape == room.shape
+        return found
 
 
-def test_products_are_never_rounded_to_bfloat16() -> None:
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_doubling_gives_every_rank_its_row_in_a_logarithm_of_hops(ranks: int) -> None:
+    """Under autocast: products are never rounded to bfloat16."""
     torch.manual_seed(0)
-    ranks = Ranks(0, ParallelConfig(stages=3), None, torch.device("cpu"))  # type: ignore[arg-type]
-    scan, others = Told(ranks=ranks), torch.randn(2, 2, 6, 7)
-    scan.others = tuple(others)
-    own = torch.randn(2, 2, 6, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = scan.adjoint_behind(torch.zeros(2, 6), own.unbind(0), [])
-    exact = others.double()
-    expected = (exact[1, ..., 6][:, None] @ exact[1, ..., :6] @ exact[0, ..., :6])[:, 0]
-    assert found.dtype == torch.float32
-    assert (found - expected).norm() < 1e-6 * expected.norm()
+    products, last = torch.randn(ranks, 1, 2, 6, 6) / 6**0.5, torch.randn(2, 6)
+    box: dict[tuple[int, int, int], Tensor] = {}
+    expected = last.double()
+    for place in reversed(range(ranks)):
+        scan = Mailed(place, ranks, box)
+        late = last if place == ranks - 1 else None
+        early: Any = [SimpleNamespace(sent={0: SimpleNamespace(value=torch.zeros(2, 6))})]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = scan.adjoint_behind(late, products[place].unbind(0), early)
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+        expected = (expected[:, None] @ products[place, 0].double())[:, 0]
+        assert scan.hops == (0 if ranks == 1 else 1 + math.ceil(math.log2(ranks - 1)))
+    assert not box, "all that is sent is read"

@@ -1,6 +1,8 @@
 """Branches: the trie, what its nodes compute, how often, and how users write paths."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,14 @@ from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import LayerContext
-from topograd.topology.branches import Branches, branches, parse_branches, parse_path, path_name
+from topograd.topology.branches import (
+    Branches,
+    branches,
+    parse_branches,
+    parse_path,
+    path_name,
+    predicting_plan,
+)
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import EdgeOutput, Plan
@@ -333,3 +342,27 @@ def test_bad_weights(factor: str) -> None:
 def test_missing_branches(text: str) -> None:
     with refused(ConfigError, setting="path", given=""):
         parse_branches(text)
+
+
+@pytest.mark.parametrize("objective", ["residual", "diversity"])
+def test_the_path_of_all_stages_predicts_as_the_model_does(objective: str) -> None:
+    topology = Topology.chain("1,1,1", objective=objective)
+    plan = Plan.of(topology, 3)
+    assert branches(plan, [(0, 1, 2)]).plan.prediction.full == plan.prediction.full
+    assert branches(plan, [(0, 2)]).plan.prediction.full == ((0, 1.0), (1, 1.0))
+    by_path = Plan.of(replace(topology, prediction="path:1-3"), 3)
+    assert predicting_plan(by_path).prediction.full == plan.prediction.full
+
+
+@pytest.mark.parametrize(
+    ("prediction", "skipped"),
+    [("sum", ((0, 1.0), (1, 1.0))), ("mean", ((0, 0.5), (1, 0.5))), ((0.2, 0.5, 0.3), ((0, 0.4), (1, 0.6)))],
+    ids=str,
+)
+def test_a_path_keeps_the_weights_of_its_stages(prediction: Any, skipped: Any) -> None:
+    plan = Plan.of(replace(Topology.chain("1,1,1"), prediction=prediction), 3)
+    whole = branches(plan, [(0, 1, 2)]).plan.prediction.full
+    assert [w for _, w in whole] == pytest.approx([w for _, w in plan.prediction.full])
+    full = branches(plan, [(0, 2)]).plan.prediction.full
+    assert [node for node, _ in full] == [node for node, _ in skipped]
+    assert [w for _, w in full] == pytest.approx([w for _, w in skipped])

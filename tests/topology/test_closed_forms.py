@@ -15,9 +15,13 @@ from topograd.topology.closed_forms import (
     coordination,
     coupling_cost,
     exit_layers,
+    gradient_bits,
     gradient_depth,
     head_matrices,
     pipeline_granularity,
+    staleness,
+    stashed_layers,
+    waiting_stages,
 )
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -163,4 +167,27 @@ def test_closed_forms_are_all_there() -> None:
         "coordination": 9 / 11,
         "head_matrices": 1,
         "exit_layers": [4, 8, 12],
+        "gradient_bits": 0,
+        "staleness": 0,
+        "stashed_layers": 0,
+        "waiting_stages": 0,
     }
+
+
+def test_late_and_thin_gradients_by_hand() -> None:
+    whole = Topology.chain("2,1,3", grad_scale=1.0)
+    assert [gradient_bits(compiled(whole)), waiting_stages(compiled(whole))] == [64, 2]
+    thin = compiled(whole.with_gradient(bits=4))
+    assert [gradient_bits(thin), waiting_stages(thin), staleness(thin), activation_layers(thin)] == [
+        8,
+        2,
+        0,
+        6,
+    ]
+    late = compiled(whole.with_gradient(delay=1))
+    assert late.lateness == (2, 1, 0)
+    assert [staleness(late), stashed_layers(late), waiting_stages(late)] == [2, 2 * 2 + 1, 0]
+    assert [activation_layers(late), pipeline_granularity(late), gradient_depth(late)] == [3, 3, 6]
+    assert late.groups() == [[0], [1], [2]]
+    cut = compiled(Topology.chain("2,1,3").with_gradient(delay=1, bits=4))
+    assert [gradient_bits(cut), staleness(cut)] == [0, 0], "nothing crosses"

@@ -245,7 +245,7 @@ def test_constructors_refuse_what_they_cannot_build() -> None:
     with refused(TopologyError, setting="grad_scale", given=2.0):
         Topology.soft([2.0])
     with refused(TopologyError, setting="stop", given=2):
-        Topology.chain("2").with_specialist(0)
+        Topology.chain("2").with_specialist(-1)
     with refused(TopologyError, setting="depth", given=0):
         Topology.chain("2").with_decoders(0)
 
@@ -297,3 +297,33 @@ def test_decoders_of_all_but_the_last_stage() -> None:
     assert [layer for p in plan.needed(plan.last) for layer in p.layers] == [0, 1, 2, 3, 4, 5]
     with refused(TopologyError, setting="last", given=False):
         Topology.chain("1,1", objective="residual").with_decoders(1, last=False)
+
+
+@pytest.mark.parametrize(
+    ("edge", "setting"),
+    [
+        (Edge(0, grad_scale=1.0, delay=-1), "delay"),
+        (Edge(0, grad_scale=1.0, delay=65), "delay"),
+        (Edge(0, grad_scale=1.0, delay=True), "delay"),
+        (Edge(0, grad_scale=1.0, grad_bits=5), "grad_bits"),
+        (Edge(EMBEDDING, grad_scale=1.0, delay=1), "delay"),
+        (Edge(EMBEDDING, grad_scale=1.0, grad_bits=4), "grad_bits"),
+    ],
+)
+def test_when_and_in_how_many_bits_a_gradient_comes(edge: Edge, setting: str) -> None:
+    root = Stage(0, 1, (Edge(EMBEDDING, grad_scale=1.0),))
+    with refused(TopologyError, setting=setting, given=getattr(edge, setting)):
+        Topology(2, (root, Stage(1, 2, (edge,))))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_too_few_bits_are_refused_with_the_reason(bits: int) -> None:
+    with refused(TopologyError, setting="grad_bits", given=bits) as caught:
+        Topology.chain("1,1", grad_scale=1.0).with_gradient(bits=bits)
+    assert "less than with no gradient" in str(caught.value)
+
+
+def test_a_delay_is_refused_where_gradient_reaches_the_next_stage_only() -> None:
+    late = Topology.chain("1,1", grad_scale=1.0).with_gradient(delay=1)
+    with refused(TopologyError, setting="delay"):
+        replace(late, reach="next")

@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.data.windows import Text
+from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
+from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
+from topograd.nn.interface import add_interfaces
 from topograd.nn.pooling import pool
 from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.configuration import Configuration
@@ -194,3 +198,12 @@ def test_stages_without_a_loss_are_not_read(tiny: Any) -> None:
     readings = evaluate(stack, Plan.of(soft, 4), Text(inputs, targets, 20))
     assert len(readings.bpb.prefix) == 2
     assert len(readings.ece) == len(readings.effective_rank) == len(readings.usefulness) == 2
+
+
+def test_a_model_that_sees_the_future_is_not_read() -> None:
+    stack = GPT(layers=2, width=8, heads=2, vocab=11, context=6)
+    settings = SegmentInterface(segments=1, rank=4, pool="mean", causal=False)
+    add_interfaces(stack, settings, 2, 8, 6)
+    rows = torch.zeros(1, 6, dtype=torch.long)
+    with refused(ConfigError, setting="interface", given=settings):
+        evaluate(stack, Topology.regions("1,1"), Text(rows, rows, 6))

@@ -368,3 +368,61 @@ def test_a_run_that_its_engine_does_not_take_is_refused_before_it_is_one(
     with refused(StackError, setting="jacobian", given="pullback"):
         start(chosen, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+LATE = {"partition": "1,1", "grad_scale": 1.0, "grad_delay": 1}
+
+
+def test_clipping_is_by_stage_where_gradient_is_late(tiny: type[Tiny]) -> None:
+    """The first stage's gradient is of another batch than the second's."""
+    topology = weighted(1.0, grad_scale=1.0).with_gradient(delay=1)
+    stack = tiny.gpt(topology)
+    loop = StepRunner(stack, OptimizerSet.of(SGD(stack.parameters(), lr=0.1)), clip=CLIP)
+    plan = Plan.of(topology, 4)
+    first, second = (loop.step(plan, [tiny.batch(n)], n) for n in (1, 2))
+    assert len(first.norms) == len(second.norms) == 3
+    assert first.norms[0] == 0, "nothing has come yet"
+    assert second.norms[0] > 0
+
+
+def test_a_late_gradient_that_is_not_finite_halts_its_stage_when_it_comes(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    late = replace(config, steps=5, eval_every=0).changed(**LATE)
+    trainer = start(late, tmp_path / "run")
+    parameter = trainer.task.stack.get_parameter("layers.0.mlp.up.weight")
+    parameter.register_hook(lambda gradient: gradient * math.inf)
+    result = trainer.train()
+    assert result["halted"] == [1]
+    assert [r["step"] for r in trainer.task.run.metrics() if r["kind"] == "halted"] == [2]
+    found = state(trainer)
+    assert all(tensor.isfinite().all() for tensor in found.values())
+    fresh = state(start(late, tmp_path / "fresh"))
+    assert torch.equal(found["layers.0.mlp.up.weight"], fresh["layers.0.mlp.up.weight"]), "it never learned"
+    assert not torch.equal(found["layers.1.mlp.up.weight"], fresh["layers.1.mlp.up.weight"])
+
+
+def test_when_the_last_stage_breaks_a_late_one_learns_on_from_its_own_loss(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    late = replace(config, steps=5, eval_every=0).changed(**LATE)
+    trainer = start(late, tmp_path / "run")
+    parameter = trainer.task.stack.get_parameter("layers.1.mlp.up.weight")
+    parameter.register_hook(lambda gradient: gradient * math.inf)
+    assert trainer.train()["halted"] == [2]
+    expected = start(late, tmp_path / "halted")
+    expected.task.loop.halted.add(1)
+    expected.train()
+    found, other = state(trainer), state(expected)
+    assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    "change", [{"objective": "residual"}, {"objective": "distillation", "teacher": "self"}]
+)
+def test_what_a_late_gradient_does_not_take_is_refused_before_it_is_a_run(
+    change: dict[str, Any], config: TrainConfig, tmp_path: Path
+) -> None:
+    with refused(ConfigError, setting="delay"):
+        start(config.changed(**LATE, **change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -392,6 +392,8 @@ def test_a_relative_data_path_is_found_again_from_elsewhere(
         {"heads": "per-stage", "objective": "residual"},
         {"grad_scale": 1.0, "bus": "detached", "reduction": "sum"},
         {"partition": "L", "tokenizer": "bpe"},
+        {"partition": "1,1", "grad_scale": 1.0, "grad_bits": 4},
+        {"partition": "1,1", "grad_scale": 1.0, "grad_delay": 2, "grad_bits": 8, "accumulate": 2},
     ],
 )
 def test_other_topologies_and_tokenizers_resume_too(

@@ -19,8 +19,12 @@ from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
 from topograd.topology.closed_forms import (
     activation_layers,
     closed_forms,
+    gradient_bits,
     gradient_depth,
     pipeline_granularity,
+    staleness,
+    stashed_layers,
+    waiting_stages,
 )
 from topograd.topology.composition import Composition, count_compositions
 from topograd.topology.configuration import Configuration, count_configurations
@@ -42,6 +46,12 @@ class Show:
     """One head for all stages, or one more for each."""
     microbatches: int = 8
     """Micro-batches of a pipeline with one device per stage, for the bubbles."""
+    grad_scale: float = 0.0
+    """How much gradient crosses a boundary: 0 stops it, 1 is hierarchical training."""
+    grad_delay: int = 0
+    """Steps after which it arrives."""
+    grad_bits: int = 32
+    """Bits of each of its numbers: 32, 16, 8, 4 or 3."""
     json: Json = False
 
     def __post_init__(self) -> None:
@@ -118,7 +128,10 @@ def run(argv: list[str]) -> int:
     args = parse_one_of(_QUESTIONS, argv, "space")
     match args:
         case Show():
-            answer = describe(Configuration.parse(args.partition, heads=args.heads), args.microbatches)
+            configuration = Configuration.parse(args.partition, heads=args.heads)
+            chain = Topology.chain(configuration, grad_scale=args.grad_scale)
+            chain = chain.with_gradient(delay=args.grad_delay, bits=args.grad_bits)
+            answer = describe(chain, configuration, args.microbatches)
             table = _shown(answer)
         case Join() | Meet():
             answer = _combine(args)
@@ -136,10 +149,10 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def describe(configuration: Configuration, microbatches: int) -> dict[str, Any]:
-    """Everything that is known of a configuration without training it."""
+def describe(topology: Topology, configuration: Configuration, microbatches: int) -> dict[str, Any]:
+    """Everything that is known of a configuration, as the chain `topology`, without training it."""
     composition = configuration.composition
-    plan = Plan.of(Topology.chain(configuration), composition.layers)
+    plan = Plan.of(topology, composition.layers)
     pipeline = (composition.stages, 2 * microbatches)  # slots: a forward and a backward for each micro-batch
     return {
         "composition": list(composition.parts),
@@ -158,6 +171,10 @@ def describe(configuration: Configuration, microbatches: int) -> dict[str, Any]:
             "gradient_depth": gradient_depth(plan),
             "activation_layers": activation_layers(plan),
             "pipeline_granularity": pipeline_granularity(plan),
+            "gradient_bits": gradient_bits(plan),
+            "staleness": staleness(plan),
+            "stashed_layers": stashed_layers(plan),
+            "waiting_stages": waiting_stages(plan),
             "vocabulary_projections": configuration.vocabulary_projections,
             "capability_region": configuration.in_capability_region(),
             "bubble": {
@@ -241,6 +258,10 @@ def _shown(answer: dict[str, Any]) -> Table:
         ("gradient depth, in layers", str(has["gradient_depth"])),
         ("activations held at once, in layers", str(has["activation_layers"])),
         ("pipeline granularity", str(has["pipeline_granularity"])),
+        ("bits of gradient back, for each number", str(has["gradient_bits"])),
+        ("stages that wait for gradient in a step", str(has["waiting_stages"])),
+        ("steps until a batch is learned whole", str(has["staleness"])),
+        ("layers whose past weights are kept", str(has["stashed_layers"])),
         ("vocabulary projections", str(has["vocabulary_projections"])),
         ("in the capability region", "yes" if has["capability_region"] else "no"),
         (f"idle with {count} micro-batches, backprop", f"{100 * bubble['backprop']:.1f} %"),

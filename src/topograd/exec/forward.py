@@ -54,9 +54,9 @@ def run_stage(
         h = received if h is None else h + received
     assert h is not None, "a stage without sources cannot be built"
     if cache is not None and not cache.from_start:
-        after = cache.layers(h, ctx)
+        after = {planned.stage.start: h, **cache.layers(h, ctx)}
     else:
-        after = {}
+        after = {planned.stage.start: h}
         for layer in planned.layers:
             module = stack.layers[layer]
             call = partial(checkpoint, module, use_reentrant=False) if recompute else module

@@ -6,7 +6,9 @@ gradient of a message is computed, and when a stage's backward runs.
 
 `Autograd` runs a stage's backward as soon as its forward is done, unless a later stage sends gradient back to
 it; then it waits for the last of those. So with λ = 0 on every edge, one stage's activations live at a time.
-The gradient of a leaf, times λ, is added to its message: D_λ of "Stage-Partitioned Learning" eq. 26.
+The gradient of a leaf, times λ, is added to its message: D_λ of "Stage-Partitioned Learning" eq. 26. Where
+the edge has few bits, it is rounded first (`thin.py`). A stage that a gradient reaches at a later step
+only is not pending in its own: it runs again then (`late.py`).
 
 Where gradient reaches the next stage only (`Topology.reach`), what goes back along an edge is the gradient of
 the receiving stage's own loss. A stage that itself waits for gradient sends that back as soon as its forward
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
+from topograd.exec.thin import Key, rounded
 from topograd.nn.stack import LayerContext, Stack
 from topograd.registry import Registry
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
@@ -47,6 +50,13 @@ class Transport(Protocol):
     def send(self, output: EdgeOutput, value: Tensor) -> None:
         """Send a message to its receivers; returns at once."""
 
+    def send_back(self, stage: int, number: int, gradient: Tensor, key: Key) -> None:
+        """Send the gradient of source `number` of a stage here to where that source runs, in the edge's bits
+        with draws seeded by `key`; returns at once."""
+
+    def receive_back(self, stage: int, number: int) -> Tensor:
+        """The next gradient of source `number` of a stage elsewhere; waits for it."""
+
 
 @dataclass
 class Message:
@@ -61,6 +71,29 @@ class Message:
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """An input of a stage with gradient."""
+
+    tensor: Tensor
+    grad_scale: float
+    source: Message
+    """The message whose gradient it adds to."""
+    bits: int = 32
+    key: Key = ()
+    """What its rounding is seeded by."""
+    wire: Callable[[Tensor, Key], None] | None = None
+    """Sends it, where the message came from elsewhere."""
+
+    def send(self, gradient: Tensor | None) -> None:
+        """Add what crosses the edge of the leaf's gradient to the message, here or elsewhere."""
+        if self.wire is not None:  # where it is waited for, even if it is nothing
+            whole = torch.zeros_like(self.tensor) if gradient is None else gradient * self.grad_scale
+            self.wire(whole, self.key)
+        elif gradient is not None:
+            self.source.add_gradient(rounded(gradient * self.grad_scale, self.bits, self.key))
+
+
 @dataclass
 class PendingStage:
     """A stage whose backward has not run yet."""
@@ -70,8 +103,7 @@ class PendingStage:
     """As the stage sees it: its x0 carries gradient, or not."""
     loss: Tensor | None = None
     sent: dict[EdgeOutput, Message] = field(default_factory=dict)
-    leaves: list[tuple[Tensor, float, Message]] = field(default_factory=list)
-    """The inputs with gradient: the leaf, λ, and the message whose gradient it adds to."""
+    leaves: list[Leaf] = field(default_factory=list)
     grads_sent: bool = False
     """Whether the stages before it already have its gradient."""
 
@@ -91,9 +123,8 @@ class PendingStage:
             torch.autograd.backward(roots, gradients)
         for message in self.sent.values():
             message.value = message.value.detach()
-        for leaf, grad_scale, source in self.leaves:
-            if leaf.grad is not None:
-                source.add_gradient(leaf.grad * grad_scale)
+        for leaf in self.leaves:
+            leaf.send(leaf.tensor.grad)
 
 
 @dataclass
@@ -108,6 +139,8 @@ class StepGraph:
     """Whether hidden states are given, so that some stages do not run."""
     recompute: bool = False
     """Whether layers keep their inputs alone and run again in the backward."""
+    draw: Key = (0, 0, 0)
+    """What rounding is seeded by: the run's seed, the step, and the number of this batch in it."""
     pending: dict[int, PendingStage] = field(default_factory=dict)
     """The stages that ran here, in order, while their backward has not."""
     waiting: dict[int, int] = field(init=False)
@@ -124,6 +157,24 @@ class StepGraph:
                     given=True,
                     remedy="leave recompute out",
                 )
+
+
+def readers_elsewhere(
+    plan: Plan, transport: Transport | None, stage: int
+) -> list[tuple[int, int, EdgeOutput]]:
+    """The edges with gradient from `stage` to stages elsewhere: reader, number of its source, output."""
+    return [
+        (planned.index, number, output)
+        for planned in (plan.stages if transport is not None else ())
+        if transport is not None and planned.index not in transport.stages
+        for number, (output, lam) in enumerate(planned.inputs)
+        if output.source == stage and lam > 0
+    ]
+
+
+def sends_back(plan: Plan, reader: int, stage: int) -> bool:
+    """Whether gradient comes along such an edge: not where one of the two was halted."""
+    return not (plan.stages[reader].stage.frozen or plan.stages[stage].stage.frozen)
 
 
 class GradientEngine(Protocol):
@@ -183,18 +234,17 @@ def _newly_ready(graph: StepGraph, stage: PendingStage) -> list[int]:
     stage.grads_sent = True
     for source in sources:
         graph.waiting[source] -= 1
-    return [source for source in sources if not graph.waiting[source]]
+    return [source for source in sources if not graph.waiting[source] and source in graph.pending]
 
 
 def _send_early_grads(stage: PendingStage, scale: float) -> None:
     """Send back the gradient of the stage's own loss, and no other; its graph stays for its own backward."""
-    inner = [place for place in stage.leaves if not place[2].of_embedding]
-    stage.leaves = [place for place in stage.leaves if place[2].of_embedding]
+    inner = [leaf for leaf in stage.leaves if not leaf.source.of_embedding]
+    stage.leaves = [leaf for leaf in stage.leaves if leaf.source.of_embedding]
     if stage.loss is None or not stage.loss.requires_grad or not inner:
         return
     start = stage.loss.new_full((), stage.planned.scale * scale)
-    leaves = [leaf for leaf, _, _ in inner]
+    leaves = [leaf.tensor for leaf in inner]
     gradients = torch.autograd.grad(stage.loss, leaves, start, retain_graph=True, allow_unused=True)
-    for gradient, (_, grad_scale, source) in zip(gradients, inner, strict=True):
-        if gradient is not None:
-            source.add_gradient(gradient * grad_scale)
+    for gradient, leaf in zip(gradients, inner, strict=True):
+        leaf.send(gradient)

@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from topograd.exec.z_loss import z_loss
 from topograd.nn.heads import cap
-from topograd.optim.z_loss import z_loss
 
 CHUNK_ELEMENTS = 2**19
 """Logits held at once, by default: 2 MiB in float32. From 2**18 to 2**21 the speed is the same."""

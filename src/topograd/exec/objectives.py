@@ -3,6 +3,7 @@
     cross-entropy   CE(z_k, y)                                      "Stage-Partitioned Learning" eq. 5
     z-loss          CE(z_k, y) + c (log Z)²,  log Z = logsumexp(z_k)      `optim/z_loss.py`
     residual        CE(A_{k-1} + z_k, y),  A_{k-1} = Σ_{j<k} sg(z_j)      eq. 42, the residual Log-OP
+    pooled          CE(Σ_j w_j sg(z_j) + w_k z_k, y), the terms those of the plan's exit after stage k
     distillation    (1-m) CE(z_k, y) + m T² KL(softmax(t/T) ‖ softmax(z_k/T)),  t the teacher's logits
 
 An objective is a function from a chunk's logits (C, V), the detached sum of the earlier stages' logits (or
@@ -28,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from topograd.errors import ConfigError, TopologyError
 from topograd.exec.forward import Predictor, predict
 from topograd.exec.linear_cross_entropy import chunk_tokens, linear_cross_entropy
+from topograd.exec.z_loss import z_loss
 from topograd.nn.stack import Stack
-from topograd.optim.z_loss import z_loss
 from topograd.registry import Registry
 from topograd.topology.plan import Plan
 
@@ -88,6 +89,12 @@ class Residual(ClassObjective):
         return F.cross_entropy(logits if prior is None else prior + logits, targets, reduction="sum")
 
 
+class Pooled(Residual):
+    """Predict the target together with the other terms of the exit, each with its weight."""
+
+    pooled = True
+
+
 @dataclass(frozen=True)
 class Distillation(ClassObjective):
     """Follow a teacher's distribution, and the targets."""
@@ -124,6 +131,7 @@ OBJECTIVES: Registry[Objective] = Registry(
     {
         "cross-entropy": CrossEntropy(),
         "residual": Residual(),
+        "pooled": Pooled(),
         "distillation": Distillation(),
         "z-loss": Z_LOSS,
         "diversity": "topograd.exec.local_objectives:Diversity",
@@ -176,10 +184,12 @@ def stage_loss(
     stage: int,
     objective: Objective,
     targets: Tensor,
-    prior: Sequence[tuple[int, Tensor]] = (),
+    prior: Sequence[tuple[int, Tensor, float]] = (),
     teacher: Logits | None = None,
+    weight: float = 1.0,
 ) -> Tensor:
-    """The mean loss of one stage. `prior` holds the earlier stages' (head, detached hidden state)."""
+    """The mean loss of one stage. `prior` holds the earlier stages' (head, detached hidden state, weight),
+    and `weight` is that of this stage's logits beside them."""
     _check_targets(targets, h, objective)
     projection = stack.projection(stage)
     if isinstance(objective, CrossEntropy) and projection is not None:
@@ -196,18 +206,20 @@ def stage_loss(
     tokens = targets.numel()
     flat, y = h.reshape(tokens, *h.shape[targets.dim() :]), targets.reshape(tokens)
     chunk = chunk_tokens(stack.readout(flat[:1].detach(), stage).shape[-1])
-    before = [(k, earlier.reshape(tokens, *earlier.shape[targets.dim() :])) for k, earlier in prior]
+    before = [(k, earlier.reshape(tokens, *earlier.shape[targets.dim() :]), w) for k, earlier, w in prior]
     before = before if uses_prior(objective) else []
 
     def part(states: Tensor, start: int) -> Tensor:
         where = slice(start, start + len(states))
         summed: Tensor | None = None
         with torch.no_grad():
-            for k, earlier in before:
+            for k, earlier, share in before:
                 z = stack.readout(earlier[where], k)
+                z = z if share == 1 else share * z
                 summed = z if summed is None else summed + z
             target = None if teacher is None else teacher(where)
-        return objective(stack.readout(states, stage), summed, target, y[where])
+        z = stack.readout(states, stage)
+        return objective(z if weight == 1 else weight * z, summed, target, y[where])
 
     total = torch.zeros((), device=h.device, dtype=h.dtype)
     if tokens <= chunk:  # one chunk is whole either way, so there is nothing to recompute

@@ -8,6 +8,8 @@ Some stages may run elsewhere (`parallel/`): then a `Transport` carries the mess
 through the stages in the same order, receiving from those that are not its own. Messages are sent as soon as
 a stage's forward is done, before its loss and backward.
 
+A stage whose gradient comes at a later step keeps its input, and runs again then (`late.py`).
+
 With `recompute` a layer keeps its input alone and runs again in the backward (`torch.utils.checkpoint`), with
 the same random numbers: the same gradients bit for bit, a third more work.
 
@@ -20,17 +22,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError
 from topograd.exec.forward import given_messages, needed_stages, run_stage
-from topograd.exec.gradient import Autograd, GradientEngine, Message, PendingStage, StepGraph, Transport
+from topograd.exec.gradient import (
+    Autograd,
+    GradientEngine,
+    Leaf,
+    Message,
+    PendingStage,
+    StepGraph,
+    Transport,
+    readers_elsewhere,
+    sends_back,
+)
+from topograd.exec.late import LateBatch, LateQueue, check_late, with_weights
 from topograd.exec.local_objectives import LocalObjective, StageView
 from topograd.exec.objectives import Logits, Objective, every_nth, objectives_of, stage_loss, uses_prior
+from topograd.exec.thin import Key
 from topograd.nn.preparation import check_prepared
-from topograd.nn.stack import LayerContext, Stack, check_stack
+from topograd.nn.stack import Stack, check_stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
@@ -52,65 +67,205 @@ def train_step(
     transport: Transport | None = None,
     gradient: GradientEngine = AUTOGRAD,
     recompute: bool = False,
+    draw: Key = (0, 0, 0),
+    late: LateQueue | None = None,
 ) -> Tensor:
     """Add the gradients of the training loss, times `scale`, to every `.grad`; return each stage's loss.
 
     inputs and targets (batch, time); targets of -100 are ignored. The losses (stages,) are unscaled; a
     stage without a loss of its own has nan, and so has one that runs elsewhere (`transport`). `objectives`
     replaces registered ones by name. `states` are known hidden states by layer:
-    frozen stages do not run where these are all that is read of them. Nothing but `.grad` changes: a stack
-    that lacks heads or relays of the topology raises StackError (`prepare` adds them).
+    frozen stages do not run where these are all that is read of them. `draw` (seed, step, number of the batch
+    in it) seeds the rounding of gradients with few bits. Topologies with delays need a queue `late`, in which
+    what is learned at later steps is kept. Nothing else but `.grad` changes: a stack that lacks heads or
+    relays of the topology raises StackError (`prepare` adds them).
     """
+    step = start_step(
+        stack,
+        topology,
+        inputs,
+        targets,
+        teacher=teacher,
+        objectives=objectives,
+        scale=scale,
+        states=states,
+        transport=transport,
+        gradient=gradient,
+        recompute=recompute,
+        draw=draw,
+        late=late,
+    )
+    step.finish()
+    return step.losses
+
+
+def start_step(
+    stack: Stack,
+    topology: Plan | Topology | Configuration | Composition | str,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    teacher: Logits | None = None,
+    objectives: Mapping[str, Objective] | None = None,
+    scale: float = 1.0,
+    states: Mapping[int, Tensor] | None = None,
+    transport: Transport | None = None,
+    gradient: GradientEngine = AUTOGRAD,
+    recompute: bool = False,
+    draw: Key = (0, 0, 0),
+    late: LateQueue | None = None,
+) -> OpenStep:
+    """The first half of `train_step`: all forwards, and the backwards that wait for nothing elsewhere."""
     check_stack(stack)
     for name, value in {"inputs": inputs, "targets": targets}.items():
         if not isinstance(value, Tensor):
             raise ConfigError(setting=name, given=value, allowed="a torch.Tensor")
     plan = Plan.of(topology, len(stack.layers))
     check_prepared(stack, plan)
-    graph = StepGraph(stack, plan, scale, transport, bool(states), recompute)
-    gradient.begin(graph)
-    embedded = stack.embed(inputs)
-    x0 = embedded.detach().requires_grad_(embedded.requires_grad and not plan.frozen)
     per_stage = objectives_of(plan, objectives)
-    known = {layer: h.to(x0.device, x0.dtype) for layer, h in (states or {}).items()}
-    root = Message(x0, of_embedding=True)
-    step = _Step(graph, gradient, per_stage, targets, teacher, stack.layer_context(x0, inputs), known, root)
-    running = step.running(embedded.requires_grad)
-    losses = []
-    for planned in plan.stages:
-        if transport is not None and planned.index not in transport.stages:
-            step.receive_remote(planned)
-            loss = None
-        else:
-            loss = step.run(planned, planned.index in running)
-            gradient.after_stage(graph, planned.index)
-            for output in planned.last_use:
-                step.messages.pop(output, None)
-        losses.append(x0.new_full((), torch.nan) if loss is None else loss)
-    gradient.finish(graph)
-    if root.gradient is not None:
-        x0.grad = root.gradient if x0.grad is None else x0.grad + root.gradient
-    if x0.grad is not None:
-        embedded.backward(x0.grad)
-    return torch.stack([loss.to(losses[-1].dtype) for loss in losses])
+    extras = {"hidden states that are given": bool(states), "a teacher": teacher is not None}
+    check_late(stack, plan, per_stage, extras=extras | {"no queue (late=LateQueue())": late is None})
+    graph = StepGraph(stack, plan, scale, transport, bool(states), recompute, draw)
+    gradient.begin(graph)
+    step = OpenStep(graph, gradient, per_stage, inputs, targets, teacher, late)
+    step.known = {layer: h.to(step.x0.device, step.x0.dtype) for layer, h in (states or {}).items()}
+    step.forward()
+    return step
 
 
 @dataclass
-class _Step:
-    """The forward of one step: the messages, outputs and losses of each stage."""
+class OpenStep:
+    """A step under way on one batch: the messages, outputs and losses of each stage."""
 
     graph: StepGraph
     gradient: GradientEngine
     objectives: Sequence[Objective]
+    inputs: Tensor
     targets: Tensor
-    teacher: Logits | None
-    ctx: LayerContext
-    known: Mapping[int, Tensor]
-    root: Message
-    """x0."""
+    teacher: Logits | None = None
+    late: LateQueue | None = None
+    age: int = 0
+    """Steps since the batch ran forward."""
+    known: Mapping[int, Tensor] = field(default_factory=dict)
+    """Hidden states that are given, by layer."""
+    losses: Tensor = field(init=False)
     messages: dict[EdgeOutput, Message] = field(default_factory=dict)
-    finished: list[tuple[int, Tensor]] = field(default_factory=list)
+    kept: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """The inputs of stages that run again at a later step; None is x0."""
+    awaiting: dict[EdgeOutput, Message] = field(default_factory=dict)
+    """The messages of those stages."""
+    finished: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """Heads and hidden states of earlier stages, where an objective reads them."""
+
+    def __post_init__(self) -> None:
+        self.embedded = self.graph.stack.embed(self.inputs)
+        learns = self.embedded.requires_grad and not self.graph.plan.frozen
+        self.x0 = self.embedded.detach().requires_grad_(learns)
+        self.root = Message(self.x0, of_embedding=True)
+        self.ctx = self.graph.stack.layer_context(self.x0, self.inputs)
+
+    def forward(self) -> None:
+        """Run the stages forward, and every backward that is ready."""
+        graph, transport = self.graph, self.graph.transport
+        running = self.running(self.embedded.requires_grad)
+        losses = []
+        for planned in graph.plan.stages:
+            if transport is not None and planned.index not in transport.stages:
+                self.receive_remote(planned)
+                loss = None
+            else:
+                loss = self.run(planned, planned.index in running)
+                if planned.index in graph.pending:
+                    self.gradient.after_stage(graph, planned.index)
+                for output in planned.last_use:
+                    self.messages.pop(output, None)
+            losses.append(self.x0.new_full((), torch.nan) if loss is None else loss)
+        self.losses = torch.stack([loss.to(losses[-1].dtype) for loss in losses])
+
+    def finish(self) -> None:
+        """Run the rest of the backwards: of this batch, and of earlier ones that are due with it."""
+        graph = self.graph
+        self._await_gradients()
+        self.gradient.finish(graph)
+        if graph.plan.late and self.late is not None:
+            batch = LateBatch(
+                self.late.step, graph.draw[2], graph.scale, self.inputs, self.targets, self.kept
+            )
+            for output, message in self.awaiting.items():
+                if message.gradient is not None:
+                    batch.add_gradient(output, message.gradient)
+            self._close(batch)
+            for earlier in self.late.due(graph.draw[2]):
+                self._run_again(earlier)
+        else:
+            self._embedding_backward()
+
+    def _run_again(self, batch: LateBatch) -> None:
+        """Run the stages of an earlier batch that learn from it now, with the weights that ran it."""
+        assert self.late is not None
+        now = self.graph
+        draw = (now.draw[0], batch.step, batch.number)
+        graph = StepGraph(now.stack, now.plan, batch.scale, now.transport, False, now.recompute, draw)
+        with with_weights(now.stack, batch.weights):
+            age = self.late.step - batch.step
+            step = OpenStep(
+                graph, self.gradient, self.objectives, batch.inputs, batch.targets, None, self.late, age
+            )
+            if batch.x0_gradient is not None:
+                step.x0.grad = batch.x0_gradient.clone()
+            for planned in reversed(now.plan.stages):
+                if planned.index in batch.received and now.plan.lateness[planned.index] == age:
+                    step._learn(planned, batch)
+            step._close(batch)
+
+    def _learn(self, planned: PlannedStage, batch: LateBatch) -> None:
+        """One stage of an earlier batch: forward, and backward with the gradient that has come."""
+        received = batch.received.pop(planned.index)
+        gradients = {output: batch.gradients.pop(output, None) for output in planned.outputs}
+        if planned.stage.frozen:  # it was halted since
+            return
+        for (output, _), value in zip(planned.inputs, received, strict=True):
+            if value is not None:
+                learns = not self.graph.plan.stages[output.source].stage.frozen
+                self.messages[output] = Message(value.detach().requires_grad_(learns))
+        inputs = dict(self.messages)
+        self.run(planned, True)
+        stage = self.graph.pending.pop(planned.index)
+        for output, gradient in gradients.items():
+            stage.sent[output].gradient = gradient
+        transport = self.graph.transport
+        for reader, number, output in readers_elsewhere(self.graph.plan, transport, planned.index):
+            now = self.graph.plan.lateness[reader] == self.age  # the others' came before
+            if transport is not None and now and sends_back(self.graph.plan, reader, planned.index):
+                stage.sent[output].add_gradient(transport.receive_back(reader, number))
+        stage.backward(self.graph.scale)
+        for output, message in inputs.items():
+            if message.gradient is not None:
+                batch.add_gradient(output, message.gradient)
+        self.messages.clear()
+
+    def _close(self, batch: LateBatch) -> None:
+        """The embedding's backward, if it is its turn; else the gradient of x0 is kept."""
+        assert self.late is not None
+        if self.age == self.graph.plan.embedding_lateness:
+            self._embedding_backward()
+            batch.x0_gradient = None
+        else:
+            batch.x0_gradient = self._x0_gradient()
+        if self.age == 0:
+            self.late.add(batch)
+        self.late.keep(self.graph.stack, self.graph.plan, batch)
+
+    def _x0_gradient(self) -> Tensor | None:
+        if self.root.gradient is not None:
+            self.x0.grad = self.root.gradient if self.x0.grad is None else self.x0.grad + self.root.gradient
+            self.root.gradient = None
+        return self.x0.grad
+
+    def _embedding_backward(self) -> None:
+        gradient = self._x0_gradient()
+        if gradient is not None:
+            self.embedded.backward(gradient)
 
     @property
     def keeps_finished(self) -> bool:
@@ -134,19 +289,22 @@ class _Step:
         assert self.graph.transport is not None
         for output in self.graph.transport.incoming(planned.index):
             value = self.graph.transport.receive(output)
-            self.messages[output] = Message(value.requires_grad_(self.gradient.crosses_ranks))
+            here = (p for p in self.graph.plan.stages if p.index in self.graph.transport.stages)
+            wanted = any(lam > 0 and out == output for p in here for out, lam in p.inputs)
+            self.messages[output] = Message(value.requires_grad_(wanted and not planned.stage.frozen))
         if self.keeps_finished and planned.predicts and output_port(planned) in self.messages:
-            self.finished.append((planned.head, self.messages[output_port(planned)].value))
+            self.finished[planned.index] = planned.head, self.messages[output_port(planned)].value
 
     def run(self, planned: PlannedStage, runs: bool) -> Tensor | None:
         """The stage's forward; returns its loss, detached. With `runs` false its states are known."""
         graph, frozen = self.graph, planned.stage.frozen
+        later = not frozen and graph.plan.lateness[planned.index] > self.age
         live = self.ctx if planned.live_bus else replace(self.ctx, x0=self.ctx.x0.detach())
         stage = PendingStage(planned, live)
         received: list[Tensor] = []
-        with torch.set_grad_enabled(not frozen), _eval_if_frozen(graph.stack, planned):
+        with torch.set_grad_enabled(not (frozen or later)), _eval_if_frozen(graph.stack, planned):
             if runs:
-                received = [self._receive(output, lam, stage) for output, lam in planned.inputs]
+                received = [self._receive(i, stage) for i in range(len(planned.inputs))]
                 again = graph.recompute and not frozen
                 with self.gradient.forward(planned):
                     h, sent = run_stage(
@@ -156,35 +314,73 @@ class _Step:
                 h = self.known.get(planned.stage.stop, self.ctx.x0)  # x0 where no stage reads it
                 given = given_messages(graph.plan, self.known)
                 sent = {output: value for output, value in given.items() if output.source == planned.index}
-            if graph.transport is not None:
+            if graph.transport is not None and self.age == 0:
                 for output, value in {output_port(planned): h, **sent}.items():
                     graph.transport.send(output, value.detach())
             if planned.scale > 0:
                 stage.loss = self._loss(stage, received, h)
+        if later:
+            sent = {output: value.detach().requires_grad_() for output, value in sent.items()}
         stage.sent = {output: Message(value) for output, value in sent.items()}
         self.messages.update(stage.sent)
         if self.keeps_finished and planned.predicts:
-            self.finished.append((planned.head, h.detach()))
-        graph.pending[planned.index] = stage
+            self.finished[planned.index] = planned.head, h.detach()
+        if later:
+            self.awaiting |= stage.sent
+            sources = [output.source for output, _ in planned.inputs]
+            values = zip(sources, received, strict=True)
+            self.kept[planned.index] = [None if k == EMBEDDING else value.detach() for k, value in values]
+        else:
+            graph.pending[planned.index] = stage
         return None if stage.loss is None else stage.loss.detach()
 
-    def _receive(self, output: EdgeOutput, grad_scale: float, stage: PendingStage) -> Tensor:
-        """The message of `output` for the receiving stage: detached, a leaf, or x0 itself."""
+    def _receive(self, number: int, stage: PendingStage) -> Tensor:
+        """The message of a source for the receiving stage: detached, a leaf, or x0 itself."""
+        planned = stage.planned
+        output, grad_scale = planned.inputs[number]
         source = self.root if output.source == EMBEDDING else self.messages[output]
-        if grad_scale == 0 or stage.planned.stage.frozen or not source.value.requires_grad:
+        if grad_scale == 0 or planned.stage.frozen or not source.value.requires_grad:
             return source.value.detach()
         if source is self.root and grad_scale == 1:
             return source.value
         leaf = source.value.detach().requires_grad_()
-        stage.leaves.append((leaf, grad_scale, source))
+        key = (*self.graph.draw, planned.index, number)
+        transport, wire = self.graph.transport, None
+        if transport is not None and output.source not in (EMBEDDING, *transport.stages):
+            # an engine that computes across ranks has no need of a wire back
+            wire = (
+                None if self.gradient.crosses_ranks else partial(transport.send_back, planned.index, number)
+            )
+        bits = planned.stage.sources[number].grad_bits
+        stage.leaves.append(Leaf(leaf, grad_scale, source, bits, key, wire))
         return leaf
+
+    def _await_gradients(self) -> None:
+        """Receive what stages elsewhere send back for this batch now, and run the backwards that waited."""
+        graph, transport = self.graph, self.graph.transport
+        if transport is None or self.gradient.crosses_ranks:
+            return
+        for index in sorted(graph.pending, reverse=True):
+            readers = readers_elsewhere(graph.plan, transport, index)
+            if index not in graph.pending or not readers:
+                continue
+            for reader, number, output in readers:
+                if sends_back(graph.plan, reader, index):
+                    graph.pending[index].sent[output].add_gradient(transport.receive_back(reader, number))
+            graph.waiting[index] -= len({reader for reader, _, _ in readers})
+            self.gradient.after_stage(graph, index)
 
     def _loss(self, stage: PendingStage, received: Sequence[Tensor], h: Tensor) -> Tensor:
         stack, planned = self.graph.stack, stage.planned
         objective, targets = self.objectives[planned.index], every_nth(self.targets, planned.stage.every)
         if isinstance(objective, LocalObjective):
             return objective.of_stage(StageView(stack, planned, received[0].detach(), h, stage.ctx, targets))
-        return stage_loss(stack, h, planned.head, objective, targets, self.finished, self.teacher)
+        weights = dict.fromkeys([*self.finished, planned.index], 1.0)
+        if getattr(objective, "pooled", False):
+            weights = dict(self.graph.plan.prediction.after(planned.index))
+        prior = [(*self.finished[k], w) for k, w in weights.items() if k in self.finished]
+        own = weights[planned.index]
+        return stage_loss(stack, h, planned.head, objective, targets, prior, self.teacher, own)
 
 
 @contextmanager

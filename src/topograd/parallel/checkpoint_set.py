@@ -10,7 +10,8 @@ rank 0 hashes and syncs, the others wait as long as it lives: a slow disk is no 
     step-00000040/state.json                                     as in `runs/checkpoint.py`, with "set": true
 
 `runs/checkpoint_set.py` reads a set in one process. Names: "model.<name>" are weights,
-"optimizer.<optimizer>.<key>.<parameter>" their optimizers' tensors, "numbers.<rank>" JSON as bytes.
+"optimizer.<optimizer>.<key>.<parameter>" their optimizers' tensors, "numbers.<rank>" JSON as bytes,
+"extra.<name>" other tensors of the training.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from topograd.files import dump_json
 from topograd.parallel.layout import present
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.sharding import local, whole
-from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, put_in_place, tidy
+from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, named_extra, put_in_place, tidy
 from topograd.runs.checkpoint_set import load_part, write_state
 from topograd.runs.tensor_files import aliases_of
 
@@ -50,7 +51,14 @@ class SetStore(FolderStore):
         object.__setattr__(self, "ranks", ranks)
 
     def save(
-        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extra: Mapping[str, Any],
+        keep: int = 2,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> str:
         target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
         self.ranks.saves += 1
@@ -61,7 +69,9 @@ class SetStore(FolderStore):
         if not failure:
             if self.ranks.save_group is None:  # here all ranks have come
                 self.ranks.save_group = dist.new_group(timeout=timedelta(seconds=SAVE_SECONDS))
-            failure = self.ranks.agree(self._write(temporary, model, optimizers), "writing a checkpoint")
+            failure = self.ranks.agree(
+                self._write(temporary, model, optimizers, tensors), "writing a checkpoint"
+            )
         if not failure:
             problem = ""
             if self.ranks.first:
@@ -83,22 +93,35 @@ class SetStore(FolderStore):
             raise CheckpointError(f"cannot save {target} ({failure})", remedy="make room and resume")
         return target.name
 
-    def _write(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> str:
-        tensors = tensors_of(model, optimizers, self.ranks.rank)
-        return _tried(lambda: _write(folder, tensors, self.ranks.save_group))
+    def _write(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizers: Optimizers,
+        tensors: Mapping[str, Tensor] | None,
+    ) -> str:
+        all_of_them = tensors_of(model, optimizers, self.ranks.rank) | named_extra(tensors)
+        return _tried(lambda: _write(folder, all_of_them, self.ranks.save_group))
 
 
 class IndependentStageStore(FolderStore):
     """The checkpoints of one stage trained by itself (`independent_stage.py`): sets that hold it alone."""
 
     def save(
-        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extra: Mapping[str, Any],
+        keep: int = 2,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> str:
         target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
 
         def write() -> None:
             _begin(self.folder)
-            _write(temporary, tensors_of(model, optimizers, 0), None)
+            _write(temporary, tensors_of(model, optimizers, 0) | named_extra(tensors), None)
             write_state(temporary, step, dict(extra), aliases_of(present(model.state_dict())))
             put_in_place(temporary, target, keep)
 

@@ -37,7 +37,14 @@ def consolidate_run(folder: Path) -> dict[str, Any]:
         stack, plan = build_stack(config)
         optimizers = make_optimizers(stack, config.optimizer, plan).optimizers
         loaded = store.load(names[-1], stack, optimizers)
-        store.save(step=loaded.step, model=stack, optimizers=optimizers, extra=loaded.extra, keep=config.keep)
+        store.save(
+            step=loaded.step,
+            model=stack,
+            optimizers=optimizers,
+            extra=loaded.extra,
+            keep=config.keep,
+            tensors=loaded.tensors,
+        )
         after = store.weights(names[-1])
         results = run.read_results()
         if results is not None and results.get("weights") == before:

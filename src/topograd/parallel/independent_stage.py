@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError, DivergenceError, ParallelError
 from topograd.exec.objectives import objectives_of, uses_prior
+from topograd.exec.thin import Key
 from topograd.exec.train_step import output_port
 from topograd.files import dump_json
-from topograd.nn.interface import SegmentRelay
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
 from topograd.parallel.checkpoint_set import IndependentStageStore
 from topograd.parallel.layout import Layout, keep_own, reads_x0
@@ -77,6 +78,12 @@ class TcpTransport:
     def send(self, port: EdgeOutput, value: Tensor) -> None:
         if port == self._output and self.sender is not None and not self.quiet:
             self.sender.put(self.step, value)
+
+    def send_back(self, stage: int, number: int, gradient: Tensor, key: Key) -> None:
+        raise AssertionError("no gradient leaves an independent stage (check_alone)")
+
+    def receive_back(self, stage: int, number: int) -> Tensor:
+        raise AssertionError("no gradient comes to an independent stage (check_alone)")
 
 
 @dataclass(kw_only=True)
@@ -309,7 +316,7 @@ def check_alone(stack: Stack, plan: Plan, parallel: ParallelConfig) -> None:
             given=index + 1,
             remedy=remedy,
         )
-    if isinstance(stack.relay(planned.inputs[0][0].relay), SegmentRelay):
+    if isinstance(stack.relay(planned.inputs[0][0].relay), BoundedRelay):
         raise ConfigError(
             "stages that are joined by bounded interfaces train together",
             setting="interface",

@@ -1,8 +1,8 @@
 """Placement of stages on ranks: what each rank sends, receives, owns and shares.
 
-Statement. Stages are dealt to ranks in order, in runs as even as their layers allow. Between two ranks only
-values go, never gradients: stages that exchange gradient, or share a layer, must lie on one rank (but for
-bounded interfaces, whose adjoints come from a scan: `region_scan.py`). A parameter belongs to the rank whose
+Statement. Stages are dealt to ranks in order, in runs as even as their layers allow. Values go to later
+ranks; gradients come back along edges with λ > 0, but for bounded interfaces, whose adjoints come from a scan
+(`region_scan.py`). Stages that share a layer must lie on one rank. A parameter belongs to the rank whose
 stages alone use it. What several ranks use (the embedding, the shared head) is held by all of them and kept
 equal by adding up its gradient (`stage_loop.py`).
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from topograd.errors import ParallelError
 from topograd.exec.forward import run_stage
 from topograd.exec.train_step import output_port
-from topograd.nn.interface import SegmentRelay
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import EdgeOutput, Plan
@@ -62,22 +62,52 @@ class Layout:
             )
         layout = cls(plan, deal([len(p.layers) for p in plan.stages], ranks), with_prior, crossing=crossing)
         if not crossing:
-            layout._check_groups()
+            layout._check_ranks()
         if stack is not None and ranks > 1 and plan.topology.own_heads:
             elsewhere = [k for k, owner in enumerate(layout.owners) if owner > 0]
             return replace(layout, private=not any(reads_x0(stack, plan, k) for k in elsewhere))
         return layout
 
-    def _check_groups(self) -> None:
-        for group in self.plan.groups():
-            if len({self.owners[k] for k in group}) > 1:
-                names = ", ".join(str(k + 1) for k in group)
+    def _check_ranks(self) -> None:
+        for planned in self.plan.stages:
+            for other in self.plan.stages[: planned.index]:
+                j, k = other.index, planned.index
+                if set(planned.layers) & set(other.layers) and self.owners[j] != self.owners[k]:
+                    raise ParallelError(
+                        f"stages {j + 1} and {k + 1} share layers, so they must run on one rank, and they "
+                        f"would run on ranks {self.owners[j]} and {self.owners[k]}",
+                        setting="stages",
+                        remedy="start fewer ranks",
+                    )
+        for reader, number in self.back_edges:
+            relay = self.plan.stages[reader].inputs[number][0].relay
+            if self.plan.topology.reach == "next" or relay.startswith("target-"):
                 raise ParallelError(
-                    f"stages {names} exchange gradient or share layers, so they must run on one "
-                    f"rank, and they would run on ranks {sorted({self.owners[k] for k in group})}",
+                    f"stage {reader + 1} sends its own loss's gradient, or a target, to another rank",
                     setting="stages",
-                    remedy="give them grad_scale 0, or fewer ranks",
+                    remedy="give it grad_scale 0, or fewer ranks",
                 )
+
+    @cached_property
+    def back_edges(self) -> list[tuple[int, int]]:
+        """The edges along which gradient goes from one rank to another: stage, number of its source."""
+        return [
+            (planned.index, number)
+            for planned in self.plan.stages
+            for number, (port, lam) in enumerate(planned.inputs)
+            if lam > 0 and port.source >= 0 and self.owners[port.source] != self.owners[planned.index]
+            if not self.crossing
+        ]
+
+    def ahead(self, rank: int) -> int:
+        """The batches that a rank runs forward before the first gradient comes back to it: 1F1B's."""
+        late = self.plan.lateness
+        last = rank
+        for reader, number in self.back_edges:  # in order of stages
+            source = self.plan.stages[reader].inputs[number][0].source
+            if not late[source] and rank <= self.owners[source] <= last:
+                last = max(last, self.owners[reader])
+        return last - rank
 
     @property
     def ranks(self) -> int:
@@ -136,7 +166,7 @@ class Layout:
             for port in [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]:
                 relay = stack.learned_relays().get(port.relay)
                 # a bounded interface computes at the sending end too
-                for p in relay.parameters() if isinstance(relay, SegmentRelay) else ():
+                for p in relay.parameters() if isinstance(relay, BoundedRelay) else ():
                     users.setdefault(id(p), set()).add(rank)
         private = {id(p) for p in self.embedding(stack)} if self.private else set()
         several = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]

@@ -33,7 +33,7 @@ from topograd.parallel.sharding import ELEMENTWISE, cut_like, part_shards, shard
 from topograd.parallel.sharding import whole as whole_of
 from topograd.parallel.stage_loop import StageLoop
 from topograd.parallel.transport import MeshTransport
-from topograd.runs.checkpoint import CheckpointStore
+from topograd.runs.checkpoint import Checkpoint, CheckpointStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack
@@ -120,6 +120,17 @@ class RankTask(RunTask):
             stack=self.stack,
             crossing=config.topology.backward == "scan",
         )
+        if self.layout.back_edges:
+            _check_gradient(config, ranks)
+
+    @property
+    def own_stages(self) -> list[int]:
+        return self.layout.stages_of(self.ranks.place)
+
+    def load_extra(self, loaded: Checkpoint) -> None:
+        super().load_extra(loaded)
+        late, replicas = self.loop.late, self.ranks.config.replicas
+        late.batches = {key: b for key, b in late.batches.items() if key[1] % replicas == self.ranks.replica}
 
     @contextmanager
     def running(self, step: int) -> Iterator[None]:
@@ -221,6 +232,15 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
             given=config.optimizer.name,
             allowed="no ddc optimizer with --parallel and several heads",
         )
+
+
+def _check_gradient(config: TrainConfig, ranks: Ranks) -> None:
+    """What does not go with gradient between ranks is refused."""
+    if ranks.config.shard:
+        raise ConfigError(setting="shard", given=True, allowed="left out where gradient crosses ranks")
+    if config.tune.layer_dropout:
+        given = config.tune.layer_dropout
+        raise ConfigError(setting="layer_dropout", given=given, allowed="0 where gradient crosses ranks")
 
 
 def check_shards(config: TrainConfig) -> None:

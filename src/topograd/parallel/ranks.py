@@ -29,6 +29,7 @@ import torch.distributed as dist
 from topograd.errors import ParallelError
 from topograd.files import dump_json
 from topograd.parallel.settings import ParallelConfig, wait_for_first_rank
+from topograd.runs.device import usable_device
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 10.0
@@ -222,9 +223,9 @@ def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") 
             f"{world} processes were started, and --parallel stages={config.stages}{replicas} needs "
             f"{config.world}; give torchrun --nproc-per-node {config.world} (times its nodes)",
         )
-    where = torch.device(device)
+    where = usable_device(device)
     if where.type == "cuda":
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        where = usable_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
         torch.cuda.set_device(where)
     limit = timedelta(seconds=config.timeout)
     store = _store(rank, limit)

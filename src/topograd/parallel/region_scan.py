@@ -1,18 +1,25 @@
-"""Exact gradients of bounded-interface regions on ranks, with one collective for the adjoints.
+"""Exact gradients of bounded-interface regions on ranks, by recursive doubling over the ranks.
 
 Statement ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Algorithms 1 and 2). Rank p has
 regions a..b. Forward, the message m (batch, n) goes from rank to rank. As soon as a rank has sent its own, it
-builds the Jacobians J of its inner regions, while later ranks go forward: the overlap of Algorithm 2. Then
-every rank gives the product of its Jacobians, and the last one the adjoint of its message, to one gather
-among the ranks of one replica:
+builds the Jacobians J of its inner regions, while later ranks go forward: the overlap of Algorithm 2. With
 
     Π_p = J_b ... J_a  (batch, n, n),     ḡ behind rank p = ḡ_last Π_{P-1} ... Π_{p+1}
 
-in float32 or better, whatever autocast computes in. From there the suffix scan over its own Jacobians is
-local, and so is every region's backward (`interfaces/engines.py`). The canvas x0 and the interfaces, which
-two ranks use, are added up with everything else that is shared (`stage_loop.py`).
+and ḡ_last the adjoint behind the last rank's early regions, every rank but the last keeps E_p, the product of
+the c ranks behind it. First c = 1 and E_p = Π_{p+1}, sent by its neighbour. Then, while p + c < P - 1,
 
-Bytes of a micro-batch: B n for each boundary, P B (n² + n) for the gather; once a step the shared gradients.
+    E_p ← E_{p+c} E_p,     c ← 2 c
+
+so that after 1 + ⌈log₂(P - 1)⌉ hops all ranks are done. What reaches the last rank is a row, ḡ_last Π ... Π,
+and costs n numbers instead of n² to send and a row's product instead of a matrix's. Messages go from later to
+earlier ranks only. Everything is float32 or better, whatever autocast computes in. From there the suffix scan
+over a rank's own Jacobians is local, and so is every region's backward (`interfaces/engines.py`). The canvas
+x0 and the interfaces, which two ranks use, are added up with all else that is shared (`stage_loop.py`).
+
+Bytes of a micro-batch: B n for each boundary going forward; back, of P - 1 hops to a neighbour and of each
+doubling B n² each, but B n where a row is sent. A rank multiplies at most ⌈log₂(P - 1)⌉ times. Once a step
+come the shared gradients.
 The paper's "56 KB" (r = 64, K = 7, bf16) is K r² without the batch, whose samples have a Jacobian each, and
 without the gradient of the canvas, which is most of it.
 """
@@ -31,13 +38,17 @@ from topograd.exec.gradient import PendingStage
 from topograd.interfaces.engines import Scan
 from topograd.parallel.ranks import Ranks
 
+TAG = 40
+"""Of what this module sends, apart from messages that go forward."""
+
 
 @dataclass
 class RegionScan(Scan):
-    """The scan of one rank: the adjoint behind its regions comes from a gather."""
+    """The scan of one rank: the adjoint behind its regions comes from the ranks behind it."""
 
     ranks: Ranks = field(kw_only=True)
-    gathered_bytes: int = field(default=0, init=False)
+    scan_bytes: int = field(default=0, init=False)
+    """What this rank has sent to others for the scan."""
     crosses_ranks: ClassVar[bool] = True
 
     def adjoint_behind(
@@ -47,22 +58,54 @@ class RegionScan(Scan):
         dtype = torch.promote_types(row.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(row.device.type, enabled=False):
             batch, n = row.shape
-            own = torch.zeros((batch, n, n + 1), dtype=dtype, device=row.device)
-            own[..., :n] = torch.eye(n, dtype=dtype, device=row.device)
+            last = self.ranks.place == self.ranks.config.stages - 1
+            own = torch.eye(n, dtype=dtype, device=row.device).expand(batch, n, n)
             for J in jacobians:
-                own[..., :n] = J.to(dtype) @ own[..., :n]
-            if late is not None:
-                own[..., n] = late
-            parts = self._gather(own)
-            row = parts[-1][..., n]
-            for part in reversed(parts[self.ranks.place + 1 :]):
-                row = (row[:, None] @ part[..., :n])[:, 0]
-        return row
+                own = J.to(dtype) @ own
+            if last:
+                own = row.to(dtype)[:, None] @ own
+            behind = self._doubled(own)
+            return row.to(dtype) if behind is None else behind[:, 0]
 
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        """The products of every rank of this replica, in the order of their stages."""
-        parts = [torch.empty_like(own) for _ in range(self.ranks.config.stages)]
-        group, what = self.ranks.stage_group, "gathering the products of Jacobians"
-        self.ranks.collective(lambda: dist.all_gather(parts, own, group=group, async_op=True), what)
-        self.gathered_bytes += own.numel() * own.element_size() * (len(parts) - 1)
-        return parts
+    def _doubled(self, own: Tensor) -> Tensor | None:
+        """The row (B, 1, n) behind this rank, from each rank's product, or row at the last; None there."""
+        place, last = self.ranks.place, self.ranks.config.stages - 1
+        if last == 0:
+            return None
+        batch, _, n = own.shape
+        reach = 1
+        behind = self._swap(
+            own if place > 0 else None,
+            place - 1,
+            own.new_empty(batch, 1 if place + 1 == last else n, n) if place < last else None,
+            place + 1,
+        )
+        while reach < last:  # a rank is done when its product reaches the last one
+            waits = place + reach < last
+            later = place + reach
+            received = self._swap(
+                behind if place < last and place >= reach else None,
+                place - reach,
+                own.new_empty(batch, 1 if later + reach >= last else n, n) if waits else None,
+                later,
+            )
+            if waits:
+                assert received is not None
+                assert behind is not None
+                behind = received @ behind
+            reach *= 2
+        return behind
+
+    def _swap(self, sent: Tensor | None, to: int, room: Tensor | None, source: int) -> Tensor | None:
+        """Send a product to one place of this replica, and receive another's into `room`."""
+        what, works = "a product of Jacobians", []
+        if sent is not None:
+            sent, peer = sent.contiguous(), self.ranks.at(to)
+            self.scan_bytes += sent.numel() * sent.element_size()
+            works += self.ranks.collective(lambda: [(dist.isend(sent, peer, tag=TAG), peer)], what)
+        if room is not None:
+            other = self.ranks.at(source)
+            works += self.ranks.collective(lambda: [(dist.irecv(room, other, tag=TAG), other)], what)
+        for work, rank in works:
+            self.ranks.wait(work, what, rank)
+        return room

@@ -1,7 +1,7 @@
 """One training step over several ranks: local gradients, and one all-reduce.
 
-What crosses ranks in a step: activations forward, batch by batch (`transport.py`), and at its end one sum
-over all ranks of a single buffer,
+What crosses ranks in a step: activations forward and, along edges with λ > 0, gradients back, batch by batch
+(`transport.py`), and at its end one sum over all ranks of a single buffer,
 
     [ losses of stages | norms of groups | who wants to stop | which gradients exist | shared gradients ]
 
@@ -10,6 +10,11 @@ ranks know the same numbers, and decide alike whether a group is halted (`traini
 norm the shared part is clipped, and when to stop. Where a stage has replicas, its own gradient is summed over
 them first, but for shards, which have their sums already (`sharding.py`); of those each replica knows a part
 of the squared norm.
+
+Gradients without delay are waited for as in 1F1B: a rank runs as many batches forward as ranks lie behind it,
+then a backward and a forward in turns. Late ones are received when the step ends and learned from at a later
+one, so that within a step no rank waits for a later one. A group of stages that lies on several ranks has the
+root of the sum of its parts' squared norms.
 
 Against one process: what one rank owns comes from the same operations in the same order. The sum for what
 ranks share is taken stage by stage instead of batch by batch, and the embedding's backward runs once for each
@@ -22,12 +27,18 @@ Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from topograd.exec.gradient import sends_back
+from topograd.exec.late import collect_gradients
+from topograd.exec.objectives import Logits
+from topograd.exec.train_step import OpenStep
+from topograd.nn.layer_dropout import dropped_layers
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.sharding import is_shard, local, squared_norm
@@ -51,6 +62,8 @@ class StageLoop(StepRunner):
     exchanged_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.ahead = self.layout.ahead(self.ranks.place)
+        self._open: deque[OpenStep] = deque()
         self.shared = [p for p in self.layout.shared(self.stack) if p.requires_grad]
         self.own = [p for p in self.layout.owned(self.stack, self.ranks.place) if p.requires_grad]
         self.copies = [p for p in self.own if not is_shard(p)]
@@ -60,9 +73,14 @@ class StageLoop(StepRunner):
     ) -> tuple[Tensor, list[list[nn.Parameter]], list[Tensor]]:
         replicas = self.ranks.config.replicas
         mine = batches[self.ranks.replica :: replicas]
-        self.transport.begin(len(mine))
+        self._open.clear()
+        self.transport.begin(len(mine), self._coming(plan))
         with self.ranks.within("gathering layers"):
             losses = self._gradients(plan, mine, len(batches))
+        if plan.late:
+            collect_gradients(
+                self.late, plan, self.transport, range(self.ranks.replica, len(batches), replicas)
+            )
         self.transport.finish()
         if replicas > 1:
             self._add_up(self.copies, "adding up the gradients of replicas", self.ranks.replica_group)
@@ -71,6 +89,42 @@ class StageLoop(StepRunner):
         if len(parts) == 1:  # one group learns: its norm and that of what is shared, as one
             return losses, parts, [torch.hypot(norms[0], norm_of(self.shared))] if norms else [norm_of([])]
         return losses, parts, [*norms, rest if self.layout.private else norm_of(parts[-1])]
+
+    def _coming(self, plan: Plan) -> list[tuple[int, int]]:
+        """The edges along which gradient comes to this rank in this step."""
+        coming = []
+        for reader, number in self.layout.back_edges:
+            source = plan.stages[reader].inputs[number][0].source
+            begun = self.late.step >= plan.lateness[reader]
+            if source in self.transport.stages and begun and sends_back(plan, reader, source):
+                coming.append((reader, number))
+        return coming
+
+    def _gradients(self, plan: Plan, batches: Sequence[Batch], count: int) -> Tensor:
+        losses = super()._gradients(plan, batches, count)
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16):
+            while self._open:
+                self._open.popleft().finish()
+        return losses
+
+    def gradients(
+        self,
+        plan: Plan,
+        inputs: Tensor,
+        targets: Tensor,
+        scale: float,
+        states: Mapping[int, Tensor] | None = None,
+        kept: Logits | None = None,
+        number: int = 0,
+    ) -> Tensor:
+        """As in one process, but that a batch may wait for its gradient while later ones run forward."""
+        number = self.ranks.replica + number * self.ranks.config.replicas
+        with dropped_layers(self.stack.layers, self.dropout_rates):
+            step = self._start(plan, inputs, targets, scale, states, kept, number)
+            self._open.append(step)
+            if len(self._open) > self.ahead:
+                self._open.popleft().finish()
+        return step.losses
 
     def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """Add up what is shared; every stage's loss, every group's norm, and that of a private embedding."""
@@ -81,18 +135,26 @@ class StageLoop(StepRunner):
         if self.layout.crossing and self.ranks.replica == 0:  # one group, of which each rank has a part
             known[len(plan.stages)] = norm_of(self.own).square()
         sharded, first = self.ranks.config.shard, self.ranks.replica == 0
+        parted = [len({self.layout.owners[k] for k in group}) > 1 for group in groups]
+        shared = {id(p) for p in self.shared}
         for i, group in enumerate(groups if not self.layout.crossing else ()):
-            if self.layout.owners[group[0]] == self.ranks.place and (first or sharded):
-                own = stage_parameters(self.stack, plan, group)
-                known[len(plan.stages) + i] = squared_norm(own, first) if sharded else norm_of(own)
+            here = [k for k in group if self.layout.owners[k] == self.ranks.place]
+            if here and (first or sharded):
+                own = stage_parameters(self.stack, plan, here)
+                if parted[i]:
+                    norm = norm_of([p for p in own if id(p) not in shared]).square()
+                else:
+                    norm = squared_norm(own, first) if sharded else norm_of(own)
+                known[len(plan.stages) + i] = norm
         if self.layout.private and self.ranks.first:
             known[-2] = norm_of(self.layout.embedding(self.stack))
         known[-1] = float(self.stop_here)
         known = self._add_up(self.shared, "adding up what ranks share", None, known)
         self.stop_everywhere = bool(known[-1] > 0)
         norms = known[len(plan.stages) : -2]
-        norms = norms.sqrt() if self.layout.crossing or sharded else norms
-        return known[: len(plan.stages)], list(norms), known[-2]
+        squares = [self.layout.crossing or sharded or part for part in parted]
+        each = [norm.sqrt() if square else norm for norm, square in zip(norms, squares, strict=True)]
+        return known[: len(plan.stages)], each, known[-2]
 
     def _add_up(
         self,

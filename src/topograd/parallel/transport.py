@@ -4,6 +4,10 @@ A rank sends a message as soon as it exists and does not wait; a receiver posts 
 port before it needs it (two at a time). A sender that is `depth` messages ahead waits: the queue is bounded.
 The first message of a port has a header with shape and dtype; later messages have the same.
 
+Gradients come back along edges with λ > 0, one for each batch of a step, in order, under a tag of their edge:
+as their own numbers, or in few bits (`exec/thin.py`). What comes back is asked for when a step begins.
+Nothing is on the way when a step ends, so that checkpoints hold everything.
+
 An activation travels as its own numbers, as bf16, or as int8 with a scale for each position:
 
     int8:  s = max |x| / 127 over the last dimension,   q = round(x / s),   x̂ = s q
@@ -15,12 +19,14 @@ it do not notice. |x - x̂| ≤ s / 2. Bytes for each number: 4 or 8 exact, 2 as
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from topograd.errors import ParallelError
+from topograd.exec.thin import Key, packed, packed_shape, unpacked
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.settings import WireKind
@@ -45,13 +51,20 @@ class MeshTransport:
         self._asked: dict[EdgeOutput, deque[tuple[Tensor, dist.Work]]] = {}
         self._left: dict[EdgeOutput, int] = {}
         self._sending: deque[tuple[Tensor, dist.Work, int]] = deque()
+        self._returning: list[tuple[Tensor, dist.Work, int]] = []
+        self._awaited: dict[tuple[int, int], deque[tuple[Tensor, dist.Work]]] = {}
         self._warm = False
         self._ports = [
             port for k in range(len(layout.plan.stages)) if k not in self.stages for port in self.incoming(k)
         ]
 
-    def begin(self, batches: int) -> None:
-        """A step of `batches` batches comes: ask for the first messages of each port."""
+    def begin(self, batches: int, coming: Sequence[tuple[int, int]] = ()) -> None:
+        """A step of `batches` batches comes: ask for the first messages of each port, and for the gradients
+        of the edges along which they are `coming`."""
+        self._awaited = {edge: deque() for edge in coming}
+        for edge in coming if self._warm else ():
+            for _ in range(batches):
+                self._awaited[edge].append(self._ask_back(*edge))
         self._asked = {port: deque() for port in self._ports}
         self._left = dict.fromkeys(self._ports, batches)
         if self._warm:
@@ -63,6 +76,9 @@ class MeshTransport:
         """The step's messages are all received; wait until those that were sent have gone."""
         while self._sending:
             self._drain()
+        for _, work, peer in self._returning:
+            self.ranks.wait(work, "handing over gradients", peer)
+        self._returning.clear()
         self._warm = True
 
     def incoming(self, stage: int) -> list[EdgeOutput]:
@@ -108,6 +124,42 @@ class MeshTransport:
         self._start(encode(value, self.ranks.config.wire), peer, what)
         while len(self._sending) > self.depth:
             self._drain()
+
+    def send_back(self, stage: int, number: int, gradient: Tensor, key: Key) -> None:
+        port, bits, tag = self._edge(stage, number)
+        peer = self.ranks.at(self.layout.owners[port.source])
+        tensor = gradient.contiguous() if bits == 32 else packed(gradient, bits, key)
+        what = f"sending gradient to stage {port.source + 1}"
+        work = self.ranks.collective(lambda: [dist.isend(tensor, peer, tag=tag)], what)[0]
+        self.sent_bytes += tensor.numel() * tensor.element_size()
+        # not counted with the messages: a peer may ask for a late gradient at the end of its step only
+        self._returning.append((tensor, work, peer))
+
+    def receive_back(self, stage: int, number: int) -> Tensor:
+        port, bits, _ = self._edge(stage, number)
+        awaited = self._awaited[stage, number]
+        buffer, work = awaited.popleft() if awaited else self._ask_back(stage, number)
+        what = f"waiting for gradient from stage {stage + 1}"
+        self.ranks.wait(work, what, self.ranks.at(self.layout.owners[stage]))
+        shape, dtype = self._announced[port]
+        return buffer if bits == 32 else unpacked(buffer, shape, dtype, bits)
+
+    def _ask_back(self, stage: int, number: int) -> tuple[Tensor, dist.Work]:
+        port, bits, tag = self._edge(stage, number)
+        shape, dtype = self._announced[port]
+        whole = bits == 32
+        size, kind = (shape, dtype) if whole else (packed_shape(shape, bits), torch.uint8)
+        buffer = torch.empty(size, dtype=kind, device=self.ranks.device)
+        peer = self.ranks.at(self.layout.owners[stage])
+        what = f"asking for gradient from stage {stage + 1}"
+        work = self.ranks.collective(lambda: [dist.irecv(buffer, peer, tag=tag)], what)[0]
+        return buffer, work
+
+    def _edge(self, stage: int, number: int) -> tuple[EdgeOutput, int, int]:
+        """The output that an edge reads, its bits, and its tag."""
+        planned = self.layout.plan.stages[stage]
+        tag = 1 + self.layout.back_edges.index((stage, number))
+        return planned.inputs[number][0], planned.stage.sources[number].grad_bits, tag
 
     def _start(self, tensor: Tensor, peer: int, what: str) -> None:
         work = self.ranks.collective(lambda: [dist.isend(tensor, peer)], what)[0]

@@ -24,9 +24,19 @@ import tyro
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.limits import check_exclusive, check_rules
+from topograd.nn.interface_config import parse_interface
 from topograd.topology.branches import predicting_plan
 from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, HEADLESS, PLAIN_RELAYS, Edge, Stage, Topology
+from topograd.topology.dag import (
+    EMBEDDING,
+    GRAD_BITS,
+    HEADLESS,
+    MAX_DELAY,
+    PLAIN_RELAYS,
+    Edge,
+    Stage,
+    Topology,
+)
 from topograd.topology.plan import Plan
 
 HEAD_RANK = 8
@@ -37,17 +47,18 @@ Graph = Literal["chain", "forest", "cover", "soft", "targets", "stages"]
 Backward = Literal["autograd", "scan", "hybrid"]
 Jacobian = Literal["loop", "batched", "forward", "pullback"]
 _USES: dict[str, tuple[str, ...]] = {
-    "chain": ("partition", "grad_scale", "grad_scales", "grad_scale_schedule"),
+    "chain": ("partition", "grad_scale", "grad_scales", "grad_scale_schedule", "grad_delay", "grad_bits"),
     "forest": ("branches", "grad_scale_schedule"),
     "cover": ("intervals",),
     "soft": ("grad_scales",),
     "targets": ("partition",),
     "stages": ("stages", "grad_scale_schedule"),
 }
+_BITS = "32, 16, 8, 4 or 3: with fewer bits a model learns less than with no gradient at all"
 _NOT_WITH_INTERFACES = (
     *("graph", "heads", "objective", "bus", "relay", "decoder", "source", "objectives", "weights"),
     *("grad_scale", "grad_scales", "grad_scale_schedule", "depth_weights", "reach"),
-    "loss_every",
+    *("loss_every", "grad_delay", "grad_bits"),
 )
 
 
@@ -65,7 +76,8 @@ class TopologyConfig:
     intervals: Annotated[tuple[tuple[int, int], ...], tyro.conf.Suppress] = ()
     """Of a cover: first and last boundary of each expert's layers."""
     stages: Annotated[tuple[Stage, ...], tyro.conf.Suppress] = ()
-    """Each stage: start, stop, sources (source, layer, grad_scale, relay), objective, weight."""
+    """Each stage: start, stop, sources (source, layer, grad_scale, relay, delay, grad_bits), objective,
+    weight."""
     heads: Annotated[Literal["shared", "per-stage", "low-rank", "own"], tyro.conf.arg(name="stage-heads")] = (
         "shared"
     )
@@ -93,6 +105,12 @@ class TopologyConfig:
     grad_scale_schedule: str | None = None
     """The same for all boundaries, by the share of the steps that is done: "0:0,0.75:1" is 0 at first, and 1
     in the last quarter."""
+    grad_delay: int = 0
+    """Steps after which gradient arrives across a boundary: 0 waits for that of the step's own batch; with 1
+    nobody waits, and each stage learns from a batch one step after the next stage does."""
+    grad_bits: int = 32
+    """Bits of each number of a gradient that crosses a boundary: 32 leaves it as it is; 16, 8, 4 or 3 round
+    at random without bias, with one scale a position."""
     reach: Literal["all", "next"] = "all"
     """Whose gradient crosses a boundary: that of all losses behind it, or of the next stage's loss alone."""
     loss_every: tuple[int, ...] = ()
@@ -127,8 +145,8 @@ class TopologyConfig:
     """Compute this many of the teacher's largest logits of each position once and keep them in the run's
     folder, instead of running it at every step; 0 runs it."""
     interface: str | None = None
-    """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail": gradient crosses them,
-    and only the last part has a loss."""
+    """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail" or another form, as
+    "residual:r=8": gradient crosses them, and only the last part has a loss."""
     backward: Backward = "autograd"
     """How gradients cross interfaces: autograd, an exact parallel scan, or a hybrid of both."""
     jacobian: Jacobian = "loop"
@@ -146,6 +164,8 @@ class TopologyConfig:
             depth_weights=(self.depth_weights is None or 0 < self.depth_weights <= 1, "above 0, at most 1"),
             teacher_mix=(0 <= self.teacher_mix <= 1, "in [0, 1]"),
             grad_scale=(0 <= self.grad_scale <= 1, "in [0, 1]"),
+            grad_delay=(0 <= self.grad_delay <= MAX_DELAY, f"in 0 to {MAX_DELAY} steps"),
+            grad_bits=(self.grad_bits in GRAD_BITS, _BITS),
             source_grad_scale=(0 <= self.source_grad_scale <= 1, "in [0, 1]"),
             jacobian_chunk=(self.jacobian_chunk is None or self.jacobian_chunk >= 1, "at least 1"),
             teacher_decay=(0 <= self.teacher_decay < 1, "in 0 to below 1"),
@@ -208,6 +228,8 @@ class TopologyConfig:
             ("jacobian", self.backward != "autograd", "backward scan or hybrid"),
             ("jacobian_chunk", self.jacobian != "loop", "jacobian batched, forward or pullback"),
             ("teacher_decay", self.teacher == AVERAGE_TEACHER, f"teacher {AVERAGE_TEACHER}"),
+            ("grad_delay", self._crosses, "a grad_scale above 0"),
+            ("grad_bits", self._crosses, "a grad_scale above 0"),
         ):
             if not used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
@@ -221,6 +243,11 @@ class TopologyConfig:
                 "objective and objectives are both given", setting="objective", remedy="give one"
             )
 
+    @property
+    def _crosses(self) -> bool:
+        """Whether gradient crosses boundaries of a chain at some time."""
+        return self.grad_scale > 0 or any(self.grad_scales) or self.grad_scale_schedule is not None
+
     def build(self, layers: int) -> Topology:
         """The stage DAG over a model of `layers` layers; private decoders add layers."""
         try:
@@ -232,6 +259,9 @@ class TopologyConfig:
                 message = f"partition {message.removeprefix('composition ')}"  # as the setting is called
                 setting = "partition"
             raise ConfigError(message, setting=setting, given=error.given) from None
+        delay = max(edge.delay for stage in topology.stages for edge in stage.sources)
+        if delay and self.grad_scale_schedule is not None:
+            raise ConfigError(setting="grad_delay", given=delay, allowed="0 with grad_scale_schedule")
         return topology
 
     def _build(self, layers: int) -> Topology:
@@ -278,7 +308,11 @@ class TopologyConfig:
         }
         if self.interface is None:
             return makers[self.graph]()
-        regions = Topology.regions(Configuration.parse(partition).composition, self.interface)
+        regions = Topology.regions(
+            Configuration.parse(partition).composition,
+            self.interface,
+            first_region=parse_interface(self.interface).first_region,
+        )
         if len(regions.stages) < 2:
             raise ConfigError(
                 setting="partition",
@@ -312,6 +346,8 @@ class TopologyConfig:
             for k, lam in enumerate(self.grad_scales, start=1):
                 stages[k] = replace(stages[k], sources=(replace(stages[k].sources[0], grad_scale=lam),))
             topology = replace(topology, stages=tuple(stages))
+        if (self.grad_delay, self.grad_bits) != (0, 32):
+            topology = topology.with_gradient(delay=self.grad_delay, bits=self.grad_bits)
         if self.relay != "identity":
             topology = topology.with_relays(_relay("relay", self.relay))
         if self.source is not None:

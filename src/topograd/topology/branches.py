@@ -62,7 +62,9 @@ def branches(plan: Plan, paths: Sequence[Sequence[int]]) -> Branches:
     last_use = {output: i for i, outputs in enumerate(inputs) for output in outputs}
     stages = tuple(_node(plan.stages[prefix[-1]], i, inputs[i], last_use) for i, prefix in enumerate(nodes))
     ends = tuple(nodes[path] for path in wanted)
-    return Branches(replace(plan, stages=stages, prediction=_prediction(plan, stages, nodes, ends)), ends)
+    prediction, late = _prediction(plan, stages, nodes, ends), (0,) * len(stages)
+    made = replace(plan, stages=stages, prediction=prediction, lateness=late, embedding_lateness=0)
+    return Branches(made, ends)
 
 
 def predicting_plan(plan: Plan) -> Plan:
@@ -73,17 +75,26 @@ def predicting_plan(plan: Plan) -> Plan:
 def _prediction(
     plan: Plan, stages: Sequence[PlannedStage], nodes: Mapping[Path, int], ends: Sequence[int]
 ) -> Prediction:
-    """A node predicts as its trained stage does: alone, or by the sum over the nodes on its path."""
+    """A node predicts as the exit after its trained stage does, by those of its terms that are on the path.
+
+    A sum adds up what there is; a mean or weights share their whole weight out over it.
+    """
     exits: dict[int, Terms] = {}
     for prefix, index in nodes.items():
         if stages[index].predicts:
-            summed = stages[index].stage.objective == "residual"
-            on_path = [nodes[prefix[:depth]] for depth in range(1, len(prefix) + 1)] if summed else [index]
-            exits[index] = tuple((node, 1.0) for node in on_path if stages[node].predicts)
+            terms = plan.prediction.exits.get(prefix[-1], ((prefix[-1], 1.0),))
+            exits[index] = _on_path(terms, prefix, nodes, plan.prediction.kind == "pool") or ((index, 1.0),)
     last = next((end for end in reversed(ends) if end in exits), None)
     full = () if last is None else exits[last]
     kind: Literal["last", "sum", "pool"] = "sum" if len(full) > 1 else "last"
     return Prediction("pool" if len(set(ends)) > 1 else kind, full, exits)
+
+
+def _on_path(terms: Terms, prefix: Path, nodes: Mapping[Path, int], shared_out: bool) -> Terms:
+    """The terms whose stages are in `prefix`, as its nodes."""
+    some = [(nodes[prefix[: prefix.index(j) + 1]], w) for j, w in terms if j in prefix]
+    scale = math.fsum(w for _, w in terms) / math.fsum(w for _, w in some) if some and shared_out else 1.0
+    return tuple((node, w * scale) for node, w in some)
 
 
 def _checked(plan: Plan, path: Path) -> Path:

@@ -9,6 +9,10 @@ The gradient coupling C_global = Σ_i λ_i of eq. 30 (with c_i = 1) counts the j
 gradient crosses: L - K for a hard chain, Σ λ_i for soft boundaries. Over L - 1 it is our reading of the
 coordination of P6: 1 for backprop, 0 for layers that learn alone. C_head is the number of
 vocabulary matrices, 1 + K with per-stage heads.
+
+What goes back. With b bits an edge carries b / 32 of float32's bytes and a scale of 32 bits a position. With
+a delay a stage learns from a batch τ steps after it ran forward (`Plan.lateness`) and keeps τ inputs and τ
+copies of its weights until then. Within a step only edges with gradient and delay 0 are waited for.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan
+from topograd.topology.plan import Plan, gradient_edges
 
 
 def gradient_depth(plan: Plan) -> int:
@@ -45,6 +49,9 @@ def activation_layers(plan: Plan) -> int:
     for planned in plan.stages:
         if planned.stage.frozen:
             continue
+        if plan.lateness[planned.index]:  # it runs again at a later step, alone
+            peak = max(peak, len(planned.layers))
+            continue
         held[planned.index] = len(planned.layers)
         peak = max(peak, sum(held.values()))
         ready = [planned.index] if not waiting[planned.index] else []
@@ -63,7 +70,7 @@ def _newly_ready(plan: Plan, stage: int, waiting: dict[int, int]) -> list[int]:
     sources = plan.gradient_sources(stage)
     for source in sources:
         waiting[source] -= 1
-    return [source for source in sources if not waiting[source]]
+    return [source for source in sources if not waiting[source] and not plan.lateness[source]]
 
 
 def pipeline_granularity(plan: Plan) -> int:
@@ -99,6 +106,27 @@ def head_matrices(plan: Plan) -> int:
     return 1 + (len(plan.stages) if plan.topology.heads == "per-stage" else 0)
 
 
+def gradient_bits(plan: Plan) -> int:
+    """Bits that go back for each number of a hidden state, over all edges: 32 (K - 1) in hierarchical
+    training. A scale of 32 bits a position comes with each edge of fewer than 32."""
+    return sum(edge.grad_bits for planned in plan.stages for _, edge in gradient_edges(planned))
+
+
+def staleness(plan: Plan) -> int:
+    """The steps after which a batch is learned whole: max τ_k."""
+    return max(plan.lateness)
+
+
+def stashed_layers(plan: Plan) -> int:
+    """Copies of layers' weights that are kept for batches whose gradient has not come: Σ τ_k d_k."""
+    return sum(late * len(p.layers) for late, p in zip(plan.lateness, plan.stages, strict=True))
+
+
+def waiting_stages(plan: Plan) -> int:
+    """The stages that wait for another's gradient within a step."""
+    return len({s for planned in plan.stages for s, edge in gradient_edges(planned) if not edge.delay})
+
+
 def exit_layers(plan: Plan) -> list[int]:
     """For each predicting stage, the layers that run to reach its head."""
     return [sum(len(needed.layers) for needed in plan.needed(k)) for k in plan.predicting()]
@@ -114,4 +142,8 @@ def closed_forms(plan: Plan) -> dict[str, Any]:
         "coordination": coordination(plan),
         "head_matrices": head_matrices(plan),
         "exit_layers": exit_layers(plan),
+        "gradient_bits": gradient_bits(plan),
+        "staleness": staleness(plan),
+        "stashed_layers": stashed_layers(plan),
+        "waiting_stages": waiting_stages(plan),
     }

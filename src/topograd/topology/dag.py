@@ -4,7 +4,8 @@ A stage is an interval of layers, the sources that it reads, a head and an objec
 a grad_scale λ in [0, 1]: the forward value never depends on it, the gradient that goes back is
 multiplied by it. λ = 0 is a stop-gradient, λ = 1 is plain backprop. This is the space C⁺(L) of
 "Stage-Partitioned Learning" (§10.4, eq. 37) with the soft boundaries of §9 (eq. 26); the constructors of
-`Topology` are its named points.
+`Topology` are its named points. An edge also says when that gradient arrives (`delay`, in steps) and in how
+many bits (`grad_bits`): 0 and 32 are plain backprop.
 
 Stages are listed so that each reads only earlier ones, so the graph has no cycle.
 """
@@ -15,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from topograd.errors import TopologyError
 from topograd.topology.composition import MAX_LAYERS, Composition
@@ -28,6 +29,10 @@ HEADLESS = ("autoencoder", "inverse")
 """Objectives that train no head: their stages have a loss and do not predict."""
 PLAIN_RELAYS = ("identity", "pre-norm")
 """The relays without parameters; every other one belongs to a single edge and has a name of its own."""
+GRAD_BITS = (32, 16, 8, 4, 3)
+"""Bits of each number of a gradient that crosses an edge; 32 leaves it as it is."""
+MAX_DELAY = 64
+"""Steps that a gradient may take to cross an edge: a stage keeps its weights of so many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,10 @@ class Edge:
     """Where in the source it is read; None is the end of its interval."""
     grad_scale: float = 0.0
     relay: str = "identity"
+    delay: int = 0
+    """Steps after which the gradient arrives: that of the step's own batch is awaited with 0."""
+    grad_bits: int = 32
+    """Bits of each number of the gradient, rounded at random without bias; 32 does not round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +117,21 @@ class Topology:
         return cls(configuration.composition.layers, tuple(stages), heads, bus, reduction)
 
     @classmethod
-    def regions(cls, composition: Composition | str, interface: str | None = None) -> Topology:
+    def regions(
+        cls, composition: Composition | str, interface: str | None = None, *, first_region: int = 1
+    ) -> Topology:
         """Regions joined by bounded interfaces: a chain of relays, λ = 1, one loss at the end.
 
         The relay into region k is called `interface_name(k)`; the stack must own it, and `prepare` adds it
-        where `interface` says its shape.
+        where `interface` says its shape. With `first_region` 0 the canvas is read through one too.
         """
         composition = _configuration(composition).composition
         last = composition.stages - 1
         stages = []
         for k, (start, stop) in enumerate(composition.intervals):
-            source = _root() if k == 0 else Edge(k - 1, grad_scale=1.0, relay=interface_name(k))
+            source = _root() if k == 0 else Edge(k - 1, grad_scale=1.0)
+            if k >= first_region:
+                source = replace(source, relay=interface_name(k))
             stages.append(Stage(start, stop, (source,), weight=float(k == last)))
         return cls(composition.layers, tuple(stages), interface=interface)
 
@@ -195,9 +208,16 @@ class Topology:
 
     def with_grad_scale(self, value: float) -> Topology:
         """With this λ on every edge between stages."""
+        return self._with_edges(grad_scale=value)
+
+    def with_gradient(self, *, delay: int = 0, bits: int = 32) -> Topology:
+        """With a gradient that is so many steps late and has so many bits on every edge between stages."""
+        return self._with_edges(delay=delay, grad_bits=bits)
+
+    def _with_edges(self, **changes: Any) -> Topology:
         stages = []
         for stage in self.stages:
-            edges = (e if e.source == EMBEDDING else replace(e, grad_scale=value) for e in stage.sources)
+            edges = (e if e.source == EMBEDDING else replace(e, **changes) for e in stage.sources)
             stages.append(replace(stage, sources=tuple(edges)))
         return replace(self, stages=tuple(stages))
 
@@ -301,8 +321,11 @@ class Topology:
         """
         return self.with_specialists((depth,), objective)
 
-    def with_specialists(self, depths: Sequence[int], objective: str = "cross-entropy") -> Topology:
-        """Parallel stages, each behind the leaves ("Product of Experts" eq. 12).
+    def with_specialists(
+        self, depths: Sequence[int], objective: str = "cross-entropy", source: int | None = None
+    ) -> Topology:
+        """Parallel stages, each behind the end of stage `source`, or of all leaves ("Product of Experts"
+        eq. 12). A depth of 0 is a head alone.
 
         `specialists/composition.py` decides how several predict together.
         """
@@ -310,7 +333,7 @@ class Topology:
             replace(s, frozen=True, weight=0.0, head=s.head and (s.frozen or s.weight > 0))
             for s in self.stages
         )
-        sources = tuple(Edge(k) for k in self.leaves())
+        sources = tuple(Edge(k) for k in (self.leaves() if source is None else [source]))
         ends = [self.layers + sum(depths[:i]) for i in range(len(depths) + 1)]
         added = tuple(Stage(start, stop, sources, objective) for start, stop in itertools.pairwise(ends))
         return replace(self, layers=ends[-1], stages=(*base, *added), heads="per-stage", prediction="auto")
@@ -379,7 +402,8 @@ def _validate(topology: Topology) -> None:
 
 
 def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
-    if not 0 <= stage.start < stage.stop <= topology.layers:
+    alone = len(stage.sources) == 1 and stage.sources[0].source != EMBEDDING
+    if not 0 <= stage.start < stage.stop + alone <= topology.layers + alone:
         raise _stage_error(
             k, "stop", stage.stop, allowed=f"above start {stage.start} and at most {topology.layers}"
         )
@@ -400,6 +424,7 @@ def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
 def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
     if not 0.0 <= edge.grad_scale <= 1.0:  # also false for nan
         raise _stage_error(k, "grad_scale", edge.grad_scale, allowed="in [0, 1]")
+    _validate_gradient(topology, k, edge)
     if edge.source == EMBEDDING:
         if edge.layer is not None:
             raise _stage_error(k, "layer", edge.layer, remedy="leave it out where the embedding is read")
@@ -413,6 +438,23 @@ def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
     if source.frozen and not topology.stages[k].frozen and edge.grad_scale > 0:
         frozen = f"0, because stage {edge.source} is frozen"
         raise _stage_error(k, "grad_scale", edge.grad_scale, allowed=frozen)
+
+
+def _validate_gradient(topology: Topology, k: int, edge: Edge) -> None:
+    """When and in how many bits an edge's gradient comes."""
+    if isinstance(edge.delay, bool) or not isinstance(edge.delay, int) or not 0 <= edge.delay <= MAX_DELAY:
+        raise _stage_error(k, "delay", edge.delay, allowed=f"a whole number of steps from 0 to {MAX_DELAY}")
+    if edge.grad_bits not in GRAD_BITS:
+        few = edge.grad_bits in (1, 2)
+        remedy = "with fewer than 3 bits a model learns less than with no gradient at all" if few else ""
+        allowed = f"one of {', '.join(map(str, GRAD_BITS))}"
+        raise _stage_error(k, "grad_bits", edge.grad_bits, allowed=allowed, remedy=remedy)
+    if edge.source == EMBEDDING and (edge.delay, edge.grad_bits) != (0, 32):
+        name = "delay" if edge.delay else "grad_bits"
+        remedy = "leave it out where the embedding is read: its gradient is added up by batch"
+        raise _stage_error(k, name, getattr(edge, name), remedy=remedy)
+    if edge.delay and topology.reach == "next":
+        raise _stage_error(k, "delay", edge.delay, allowed="0 where gradient reaches the next stage only")
 
 
 def _stage_error(k: int, setting: str, given: object, allowed: str = "", remedy: str = "") -> TopologyError:

@@ -6,13 +6,13 @@ waits for them), the weight of its loss, and the last use of each message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from topograd.errors import TopologyError
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, Stage, Topology
+from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.prediction import Prediction, prediction_of
 
 
@@ -54,6 +54,11 @@ class PlannedStage:
     def layers(self) -> range:
         return range(self.stage.start, self.stage.stop)
 
+    @property
+    def taps(self) -> list[int]:
+        """Behind how many layers of the stack its hidden state is wanted: the last, and what it sends."""
+        return sorted({self.stage.stop, *(port.layer for port in self.outputs)})
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -65,6 +70,10 @@ class Plan:
     """Whether the embedding and the shared head are frozen, because a stage is."""
     prediction: Prediction
     """How the model predicts."""
+    lateness: tuple[int, ...]
+    """τ of each stage: the steps after which it learns from a batch, when all gradient of it has come."""
+    embedding_lateness: int
+    """The same for the embedding: the largest of the stages that send gradient to x0."""
 
     @classmethod
     def of(cls, topology: Plan | Topology | Configuration | Composition | str, layers: int) -> Plan:
@@ -107,7 +116,15 @@ class Plan:
             )
         predicting = [planned.index for planned in stages if planned.predicts]
         frozen = any(stage.frozen for stage in topology.stages)
-        return cls(topology, tuple(stages), frozen, prediction_of(topology, predicting))
+        lateness = _lateness(stages)
+        last = max((late for late, p in zip(lateness, stages, strict=True) if p.live_bus), default=0)
+        prediction = prediction_of(topology, predicting)
+        return cls(topology, tuple(stages), frozen, prediction, lateness, last)
+
+    @property
+    def late(self) -> bool:
+        """Whether some stage learns from a batch at a later step."""
+        return any(self.lateness)
 
     @property
     def last(self) -> int:
@@ -140,8 +157,7 @@ class Plan:
 
     def gradient_sources(self, stage: int) -> list[int]:
         """The earlier stages to which `stage` sends gradient, each once."""
-        inputs = self.stages[stage].inputs
-        return sorted({output.source for output, lam in inputs if lam > 0 and output.source != EMBEDDING})
+        return sorted({source for source, _ in gradient_edges(self.stages[stage])})
 
     def predicting(self) -> list[int]:
         """Indices of the stages that predict."""
@@ -150,8 +166,8 @@ class Plan:
     def groups(self) -> list[list[int]]:
         """The stages that learn, in groups between which no gradient passes within a step.
 
-        Two stages are in one group when gradient crosses between them or when they share a layer. The head
-        and the embedding, which all stages share, do not count.
+        Two stages are in one group when gradient crosses between them without delay or when they share a
+        layer. The head and the embedding, which all stages share, do not count.
         """
         group = list(range(len(self.stages)))
 
@@ -161,7 +177,7 @@ class Plan:
             return k
 
         for planned in self.stages:
-            neighbours = self.gradient_sources(planned.index)
+            neighbours = [source for source, edge in gradient_edges(planned) if not edge.delay]
             mine = set(planned.layers)
             neighbours += [q.index for q in self.stages[: planned.index] if mine & set(q.layers)]
             for other in neighbours:
@@ -171,6 +187,21 @@ class Plan:
             if not planned.stage.frozen:
                 groups.setdefault(find(planned.index), []).append(planned.index)
         return list(groups.values())
+
+
+def gradient_edges(planned: PlannedStage) -> list[tuple[int, Edge]]:
+    """The edges along which a stage sends gradient to earlier stages, with those stages."""
+    both = zip(planned.inputs, planned.stage.sources, strict=True)
+    return [(out.source, edge) for (out, lam), edge in both if lam > 0 and out.source != EMBEDDING]
+
+
+def _lateness(stages: Sequence[PlannedStage]) -> tuple[int, ...]:
+    """τ_k = max over the stages j that send gradient to stage k of τ_j + delay; 0 where there is none."""
+    late = [0] * len(stages)
+    for planned in reversed(stages):
+        for source, edge in gradient_edges(planned):
+            late[source] = max(late[source], late[planned.index] + edge.delay)
+    return tuple(late)
 
 
 def topology_of(value: Topology | Configuration | Composition | str, layers: int) -> Topology:

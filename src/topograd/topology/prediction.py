@@ -70,7 +70,7 @@ def prediction_of(topology: Topology, predicting: Sequence[int]) -> Prediction:
         return _weighted(topology, predicting, how)
     if how.startswith("path:"):
         path = _path(topology, predicting, how)
-        return Prediction("path", ((path[-1], 1.0),), {k: ((k, 1.0),) for k in predicting}, path)
+        return Prediction("path", ((path[-1], 1.0),), _auto(topology, predicting).exits, path)
     if how not in KINDS:
         raise TopologyError(
             setting="prediction",

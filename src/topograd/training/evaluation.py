@@ -24,10 +24,13 @@ from torch import Tensor
 
 from topograd.data.windows import Text
 from topograd.effective_rank import effective_rank
+from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor, predict, stage_outputs
 from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.nn.host_numbers import to_device
+from topograd.nn.interface_config import InterfaceSettings
 from topograd.nn.pooling import pool
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -115,6 +118,18 @@ class _Tally:
         self.tokens += len(targets)
 
 
+def check_causal(settings: InterfaceSettings) -> None:
+    """Raise ConfigError for an interface through which a position reads its own answer."""
+    if not settings.causal:
+        raise ConfigError(
+            "this interface reads all positions, so next-token losses and bits per byte would be of a model "
+            "that sees the future",
+            setting="interface",
+            given=settings,
+            remedy="use a causal form, as S=8,r=8 or residual:r=8; others are for encoders, in Python",
+        )
+
+
 @torch.no_grad()
 def evaluate(
     stack: Stack,
@@ -125,6 +140,9 @@ def evaluate(
 ) -> Evaluation:
     """Every reading of this module. `on_batch` is called with the rows that are done, and of how many."""
     plan = Plan.of(topology, len(stack.layers))
+    for relay in stack.learned_relays().values():
+        if isinstance(relay, BoundedRelay):
+            check_causal(relay.settings)
     stages = plan.predicting()
     device = next(stack.parameters()).device
     tally = _Tally(len(stages), device)

@@ -6,7 +6,7 @@ boundaries, stages on several ranks and independent stages are runs that overrid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from topograd.data import Loader, Prepared, Text, Tokenizer
 from topograd.data.image_loader import ImageLoader
@@ -90,6 +91,7 @@ class RunTask(Task):
             dropout_rates=dropout_rates(len(self.stack.layers), rate) if rate else (),
             parts=config.batch_parts,
             recompute=config.recompute,
+            seed=config.seed,
         )
         if config.topology.teacher == AVERAGE_TEACHER:
             self.average = AveragedWeights(self.stack, config.topology.teacher_decay)
@@ -179,6 +181,15 @@ class RunTask(Task):
         }
         return extra if self.teacher is None else extra | {"teacher": self.teacher.weights}
 
+    def extra_tensors(self) -> dict[str, Tensor]:
+        """What is left to learn of earlier batches."""
+        return self.loop.late.tensors(min(self.own_stages, default=0))
+
+    @property
+    def own_stages(self) -> Collection[int]:
+        """The stages that run in this process."""
+        return range(len(self.plan.stages))
+
     def load_extra(self, loaded: Checkpoint) -> None:
         check_owner(self.run, loaded)
         extra = loaded.extra
@@ -202,6 +213,8 @@ class RunTask(Task):
         if not self.keeps_states:
             self.loader.seek(self._position)
         self.loop.halted = set(extra.get("halted", ()))
+        device = next(p.device for p in self.stack.parameters() if not p.is_meta)
+        self.loop.late.load(loaded.tensors, self.own_stages, device)
 
     def summary(self, checkpoint: str) -> dict[str, Any]:
         halted = [stage + 1 for stage in sorted(self.loop.halted)]

@@ -14,12 +14,13 @@ from topograd.data.images import ImageData
 from topograd.data.tokenizer import FILE
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
+from topograd.nn.interface_config import parse_interface
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import LoadedRun, image_spec, open_run, open_session
 from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import evaluate
+from topograd.training.evaluation import check_causal, evaluate
 from topograd.training.image_evaluation import evaluate_images
 from topograd.training.trainer import Reading
 
@@ -52,6 +53,8 @@ class TextSource:
 
     def __init__(self, config: TrainConfig, data: Prepared) -> None:
         context = config.model.context
+        if config.topology.interface is not None:
+            check_causal(parse_interface(config.topology.interface))
         self.data = data
         self.loader = Loader(data.train, config.seq_len, config.batch, config.seed)
         self.text = Text(*windows(data.heldout, data.tokenizer, context, config.eval_bytes))

@@ -23,8 +23,9 @@ from topograd.data.loader import IGNORED
 from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import Predictor
 from topograd.exec.gradient import BACKWARDS, Autograd, GradientEngine, StepGraph, Transport
+from topograd.exec.late import LateQueue, check_late
 from topograd.exec.objectives import Logits, Objective, objectives_of, teacher_logits
-from topograd.exec.train_step import train_step
+from topograd.exec.train_step import OpenStep, start_step
 from topograd.nn.host_numbers import to_device
 from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.stack import Stack
@@ -80,6 +81,10 @@ class StepRunner:
     """Parts of a batch that are run one after another; their gradients add up to that of the batch."""
     transport: Transport | None = None
     """What carries messages to and from stages that run elsewhere (`parallel/`)."""
+    seed: int = 0
+    """What the rounding of gradients with few bits is seeded by, with the step and the batch."""
+    late: LateQueue = field(default_factory=LateQueue)
+    """Batches from which some stages learn at later steps."""
 
     def step(self, plan: Plan, batches: Sequence[Batch], number: int = 1) -> Step:
         """One step of the optimizers on the mean gradient of `batches`; `number` is what errors call it."""
@@ -88,6 +93,7 @@ class StepRunner:
         while True:
             out = self.halted.union(newly)
             running = plan.halted(out) if out else plan
+            self.late.begin(number - 1)
             measured, parts, norms = self._measured(running, batches)
             # Losses and norms to the CPU in one copy: on a device this is what a step waits for.
             small = torch.stack([to_device(norm, measured.device) for norm in norms])
@@ -111,6 +117,7 @@ class StepRunner:
                 )
             newly += broken
         self.halted.update(newly)
+        self.late.commit()
         self._clip(parts, norms)
         self.optimizers.step()
         self.stack.after_step()
@@ -129,13 +136,13 @@ class StepRunner:
         """Add the gradients of `batches`, which are some of `count`; returns their part of the losses."""
         device = next(p.device for p in self.stack.parameters() if not p.is_meta)
         total: Tensor | None = None
-        for batch, share in batch_parts(batches, self.parts):
+        for number, (batch, share) in enumerate(batch_parts(batches, self.parts)):
             states = batch.states if isinstance(batch, StateBatch) else None
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
             inputs, targets = (to_device(tensor, device) for tensor in pair)
             cached = batch.teacher if isinstance(batch, StateBatch) else None
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self.gradients(plan, inputs, targets, share / count, states, cached)
+                losses = self.gradients(plan, inputs, targets, share / count, states, cached, number)
             part = losses.detach() * share / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
@@ -149,30 +156,52 @@ class StepRunner:
         scale: float,
         states: Mapping[int, Tensor] | None = None,
         kept: Logits | None = None,
+        number: int = 0,
     ) -> Tensor:
-        """Add the gradients of one batch, times `scale`; `kept` are a teacher's logits that were kept."""
+        """Add the gradients of one batch, times `scale`; `kept` are a teacher's logits that were kept, and
+        `number` is the batch's within the step."""
+        with dropped_layers(self.stack.layers, self.dropout_rates):
+            step = self._start(plan, inputs, targets, scale, states, kept, number)
+            step.finish()
+        return step.losses
+
+    def _start(
+        self,
+        plan: Plan,
+        inputs: Tensor,
+        targets: Tensor,
+        scale: float,
+        states: Mapping[int, Tensor] | None,
+        kept: Logits | None,
+        number: int,
+    ) -> OpenStep:
+        """Run one batch forward."""
         taught = kept
         if self.own_teacher:
             taught = teacher_logits(Predictor(self.stack, plan), inputs, targets, states)
         elif kept is None and self.teacher is not None:
             taught = teacher_logits(self.teacher, inputs, targets)
-        with dropped_layers(self.stack.layers, self.dropout_rates):
-            return train_step(
-                self.stack,
-                plan,
-                inputs,
-                targets,
-                teacher=taught,
-                objectives=self.objectives,
-                scale=scale,
-                states=states,
-                transport=self.transport,
-                gradient=self.gradient,
-                recompute=self.recompute,
-            )
+        return start_step(
+            self.stack,
+            plan,
+            inputs,
+            targets,
+            teacher=taught,
+            objectives=self.objectives,
+            scale=scale,
+            states=states,
+            transport=self.transport,
+            gradient=self.gradient,
+            recompute=self.recompute,
+            draw=(self.seed, self.late.step, number),
+            late=self.late,
+        )
 
     def check_backward(self, plan: Plan) -> None:
         """Raise for what the engine does not take, before a step does."""
+        taught = self.teacher is not None or self.own_teacher
+        extras = {"layer dropout": any(self.dropout_rates), "a teacher": taught}
+        check_late(self.stack, plan, objectives_of(plan, self.objectives), extras=extras)
         self.gradient.begin(StepGraph(self.stack, plan, transport=self.transport, recompute=self.recompute))
 
     def check_parts(self, plan: Plan) -> None:

@@ -10,7 +10,8 @@ A checkpoint holds the weights, the optimizers, torch's generator, the task's ow
 seconds so far. A training that is killed at any instant and resumed gives the losses, bit for bit, that it
 would have given (on the same machine, with the same number of threads). It is saved every so many steps and
 every so many seconds; when it is saved changes no result. What changes and is neither in the model nor in the
-optimizers belongs into the task's `extra_state`; what is a function of the step alone needs no state.
+optimizers belongs into the task's `extra_state` or `extra_tensors`; what is a function of the step alone
+needs no state.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json
@@ -139,8 +140,12 @@ class Task:
         """What else a checkpoint keeps, as JSON."""
         return {}
 
+    def extra_tensors(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint keeps beside the model and the optimizers, by name."""
+        return {}
+
     def load_extra(self, loaded: Checkpoint) -> None:
-        """Restore `extra_state`; raises where the checkpoint belongs to another training."""
+        """Restore both; raises where the checkpoint belongs to another training."""
 
     def summary(self, checkpoint: str) -> dict[str, Any]:
         """What the results have beside steps, seconds and the evaluation."""
@@ -200,6 +205,7 @@ class Trainer(Generic[T]):
             optimizers=self.task.optimizers,
             extra=extra | self.task.extra_state(),
             keep=self.task.schedule.keep + len(stale) + by_clock,
+            tensors=self.task.extra_tensors(),
         )
         for other in stale:
             self.workspace.drop_checkpoint(other)
@@ -314,7 +320,8 @@ def train_task(task: Task, folder: Path | None, on_step: OnStep | None = None) -
     if workspace is not None and workspace.store.names():
         trainer.load(workspace.store.names()[-1])
     if not trainer.train(on_step=on_step)["finished"]:
-        raise KeyboardInterrupt
+        kept = "nothing is kept" if workspace is None else "the same command goes on from there"
+        raise KeyboardInterrupt(f"stopped at step {trainer.step} of {task.schedule.steps}; {kept}")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from raising import refused
 from topograd.errors import OptimError
-from topograd.optim.z_loss import z_loss
+from topograd.exec.z_loss import z_loss
 
 
 def test_value_and_gradient() -> None:
