@@ -45,6 +45,8 @@ def obvious(z: list[float], sampling: Sampling) -> list[float]:
         reached = sum(weight[t] for t in nucleus) / sum(weight.values())
         if sampling.top_p is not None and reached >= sampling.top_p:
             break
+    likeliest = max(weight[token] for token in nucleus)
+    nucleus = [token for token in nucleus if weight[token] >= (sampling.min_p or 0) * likeliest]
     total = sum(weight[token] for token in nucleus)
     return [float(weight[token] / total) if token in nucleus else 0.0 for token in range(len(z))]
 
@@ -52,10 +54,11 @@ def obvious(z: list[float], sampling: Sampling) -> list[float]:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("top_k", [None, 1, 5, VOCAB, 100])
 @pytest.mark.parametrize("top_p", [None, 1e-9, 0.5, 0.9, 0.9999, 1.0])
+@pytest.mark.parametrize("min_p", [None, 0.0, 0.15, 1.0])
 def test_probabilities_against_the_obvious_version(
-    temperature: float, top_k: int | None, top_p: float | None
+    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     z = logits(0, 2, 3)
     p = probabilities(z, sampling)
     assert p.shape == z.shape
@@ -124,6 +127,11 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
         *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
         ("top_k", 0),
         *(("top_p", value) for value in (0.0, 1.01, math.nan)),
+        *(("min_p", value) for value in (-0.1, 1.01, math.nan)),
+        *(("presence_penalty", value) for value in (math.inf, math.nan)),
+        ("frequency_penalty", math.nan),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, math.inf, math.nan)),
+        *(("logit_bias", value) for value in ({-1: 1.0}, {1: math.inf})),
         *(("seed", value) for value in (-1, 2**63)),
     ],
 )

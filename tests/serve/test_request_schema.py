@@ -15,6 +15,8 @@ GOOD: list[dict[str, Any]] = [
     {"prompt": "a", "max_tokens": 0, "temperature": 0, "stop": "\n", "seed": -1},
     {"prompt": ["a", ""], "n": 2, "stop": ["a", "b"], "logprobs": 5, "echo": True, "top_k": -1},
     {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}, "depth": "prefix:1"},
+    {"logit_bias": {"5": -100, "6": 1.5}, "presence_penalty": -2, "frequency_penalty": 2, "min_p": 0},
+    {"repetition_penalty": 1.1, "stop_token_ids": [1, 2]},
     {"prompt": [[1], [2, 3]], "temperature": None, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}},
 ]
 BAD: list[dict[str, Any]] = [
@@ -35,15 +37,23 @@ BAD: list[dict[str, Any]] = [
     {"stop": [""]},
     {"stop": ["a"] * 17},
     {"stream_options": {"more": 1}},
+    {"logit_bias": {"five": 1}},
+    {"logit_bias": {"-5": 1}},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"5": "1"}},
+    {"logit_bias": {str(i): 1 for i in range(1025)}},
+    {"logit_bias": [5, 1]},
+    {"presence_penalty": 2.5},
+    {"frequency_penalty": -3},
+    {"repetition_penalty": 0},
+    {"min_p": 1.5},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": 5},
 ]
 UNSUPPORTED: list[tuple[Any, dict[str, Any]]] = [
-    (COMPLETION, {"logit_bias": {"5": 1}}),
-    (COMPLETION, {"frequency_penalty": 1}),
-    (COMPLETION, {"presence_penalty": -0.5}),
     (COMPLETION, {"suffix": "x"}),
     (CHAT, {"tools": [{"type": "function"}]}),
     (CHAT, {"tool_choice": "required"}),
-    (CHAT, {"response_format": {"type": "json_object"}}),
 ]
 
 

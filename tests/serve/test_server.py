@@ -26,6 +26,7 @@ from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import LoadedTextRun
+from topograd.runtime.choice import preferred
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
@@ -83,7 +84,9 @@ def test_a_kill_loses_nothing_else_and_a_stop_lets_running_texts_finish() -> Non
         assert rest[-1] == "data: [DONE]", "it was told to stop in the middle, and went on to the end"
         assert process.wait(LIMIT) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == "topograd: runtime onnx, weights float32\ntopograd: stopped\n"
+        assert (
+            process.stderr.read() == f"topograd: runtime {preferred()}, weights float32\ntopograd: stopped\n"
+        )
 
 
 @pytest.mark.parametrize(("ignored", "last"), [(False, signal.SIGINT), (True, signal.SIGTERM)])
@@ -133,9 +136,9 @@ def _written(served: ServedModel, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_runtimes(served: ServedModel, double: LoadedTextRun) -> None:
-    """ONNX Runtime where it can, and torch, write the same texts; int8 is another model."""
-    assert served.model.engine.runtime.name == "onnx"
-    assert Model(double).engine.runtime.name == "torch", "ONNX Runtime has no float64 here"
+    """The faster runtime where it can, and torch, write the same texts; int8 is another model."""
+    assert served.model.engine.runtime.name == preferred()
+    assert Model(double).engine.runtime.name == "torch", "others have no float64 here"
     torch_alone = open_served(REFERENCE, None, Limits(), runtime="torch")
     prompts = [served.encode(text) for text in ("def ", "import ", "class A", "for i in", "x = ", "return ")]
     several = _written(served, prompts)
@@ -143,7 +146,7 @@ def test_runtimes(served: ServedModel, double: LoadedTextRun) -> None:
     assert several == [text for prompt in prompts for text in _written(served, [prompt])]
     small = open_served(REFERENCE, None, Limits(), weights="int8")
     engine = small.model.engine
-    assert (engine.runtime.name, engine.runtime.precision) == ("onnx", "int8")
+    assert (engine.runtime.name, engine.runtime.precision) == (preferred(), "int8")
     alone = generate_batch(strategy_of("full", small.model.session, engine), prompts[:1], 12)[0]
     assert _written(small, prompts)[0] == [emitted.token for emitted in alone]
     with refused(ConfigError, setting="runtime", given="fast"):

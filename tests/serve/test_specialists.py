@@ -11,7 +11,7 @@ from raising import refused
 from topograd.errors import ConfigError
 from topograd.runs.session import LoadedTextRun
 from topograd.serve.chats import Chats
-from topograd.serve.request_schema import RequestError
+from topograd.serve.request_schema import SHARED, RequestError, read
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
 from topograd.serve.texts import OnProgress
@@ -42,8 +42,7 @@ def test_rows_with_and_without_specialists(base: LoadedTextRun, tmp_path: Path) 
 
     model = served.model
     scheduler = Scheduler(model.session, model.engine, served.limits, Counters(), served.specialists)
-    asked = {"n": 1, "depth": None, "model": None, "stop": (), "seed": 0, "temperature": 0, "top_k": None}
-    asked |= {"top_p": 1, "ignore_eos": False, "weights": None}
+    asked = read(SHARED, {"seed": 0, "temperature": 0})
     told: dict[str, list[int]] = {"with": [], "without": []}
     active: dict[str, list[str]] = {"with": ["quiet"], "without": []}
     for name, tokens in told.items():

@@ -28,6 +28,7 @@ from topograd.files import write_atomic
 from topograd.pretrained import REFERENCE
 
 if TYPE_CHECKING:
+    from topograd.decode.grammar import Grammar
     from topograd.decode.model import Generated, Model, Piece
 
 DRAFTERS = ("#2e8b57", "#d0479e", "#008b8b")
@@ -71,6 +72,14 @@ class Decoding:
     """Sample among this many likeliest tokens only."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
     """Sample among the fewest likeliest tokens that have this probability together."""
+    min_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
+    """Sample among the tokens that have at least this share of the likeliest one's probability only."""
+    presence_penalty: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
+    """Taken off the logit of every token that was written already."""
+    frequency_penalty: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
+    """Taken off a token's logit for each time that it was written already."""
+    repetition_penalty: Annotated[float, tyro.conf.arg(metavar="X")] = 1.0
+    """Divides the positive logits of tokens that prompt or text have, and multiplies their negative ones."""
     seed: int = 0
     """Of the samples, with a temperature."""
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
@@ -103,7 +112,8 @@ class Decoding:
                 raise ConfigError(setting="stages", given=self.stages, allowed=f"1 to {exits}, the exits")
             depth = f"prefix:{self.stages}"
         temperature = fallback if self.temperature is None else self.temperature
-        names = ("tokens", "top_k", "top_p", "seed", "stop", "draft")
+        drawn = ("tokens", "top_k", "top_p", "min_p", "seed", "stop", "draft")
+        names = (*drawn, "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = {name: getattr(self, name) for name in names}
         return given | {"depth": depth, "temperature": temperature}
 
@@ -114,6 +124,8 @@ class Generate(Decoding):
 
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     """The old name of topograd chat."""
+    json_schema: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write JSON that fits the schema in this file, and nothing else."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the text as a page in which each token shows the stage that it left after."""
 
@@ -135,10 +147,12 @@ def run(argv: list[str]) -> int:
                 given=args.html,
                 remedy="give a file in a folder you can write",
             )
+    grammar = None if args.json_schema is None else _schema(args.json_schema)
     model = open_model(args)
     exits = len(model.session.plan.predicting())
     writer = Writer(args, model)
-    made = _continue(args, model, args.settings(exits, 0.0 if args.prompt else 0.8), writer)
+    settings = args.settings(exits, 0.0 if args.prompt else 0.8) | {"grammar": grammar}
+    made = _continue(args, model, settings, writer)
     if args.json:
         answer = {"run": str(model.session.run.folder), "prompt": args.prompt, "text": str(made)}
         print_json(answer | numbers(made, model))
@@ -151,6 +165,22 @@ def run(argv: list[str]) -> int:
     if args.html is not None:
         _write_page(args.html, model, made)
     return 0
+
+
+def _schema(file: Path) -> Grammar:
+    from topograd.decode.grammar import MAX_CHARACTERS, Grammar
+
+    try:
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(MAX_CHARACTERS + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--json-schema {file} cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})",
+            setting="json_schema",
+            given=file,
+            remedy="give a file with a JSON schema",
+        ) from None
+    return Grammar.json_schema(text)
 
 
 def open_model(args: Decoding) -> Model:

@@ -50,8 +50,10 @@ from topograd.nn.stack import Stack
 from topograd.runs.session import LoadedTextRun, heldout_text
 from topograd.timing import ratio, take_turns
 
-BITS = {"float32": 32, "int8": 9, "int4": 6}
-"""Bits of a weight as each precision keeps it: int8 with a scale for 32 of them, int4 with two numbers."""
+BITS = {"float32": 32, "bfloat16": 16, "int8": 9, "int4": 6}
+NATIVE_BITS = {**BITS, "int8": 8.5, "int4": 5}
+"""Bits of a weight as each precision keeps it: int8 with a scale for 32 of them, int4 with two numbers; of 16
+bits in the native runtime, else of 32."""
 READ_BYTES = 2**28
 WANTED_AGREEMENT = 0.999
 EPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
@@ -88,6 +90,7 @@ def bench_decode(
         "runtime": engine.runtime.name,
         "weights": engine.runtime.precision,
         "threads": torch.get_num_threads(),
+        "tokens_per_second": rate["full"],
         "settings": vars(settings),
         "full": {"tokens_per_second": rate["full"], "distinct_4grams": distinct(written["full"].texts)},
         "prefix": [
@@ -327,4 +330,5 @@ def matrix_bytes(engine: Engine, stack: Stack) -> float:
     for stage, _ in engine.plan.prediction.full:
         head = stack.projection(engine.plan.stages[stage].head)
         count += 0 if head is None else head.weight.numel()
-    return count * BITS[engine.runtime.precision] / 8
+    bits = NATIVE_BITS if engine.runtime.name == "native" else BITS
+    return count * bits[engine.runtime.precision] / 8

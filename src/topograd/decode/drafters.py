@@ -23,6 +23,7 @@ that loops flatters every drafter.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import abc
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from topograd.decode.cache import Batch
 from topograd.decode.engine import Engine, check_exits, read_together
-from topograd.decode.sampling import draw, probabilities
+from topograd.decode.sampling import draw
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
 
@@ -247,7 +248,10 @@ class CompositeDrafter:
         room = min(self.engine.context - len(sequence) + draft.pushed, longest)
         if place >= room:
             return False
-        guesses = {lookup.name: lookup.find(sequence, draft.tokens, room - place) for lookup in self.lookups}
+        guesses = {
+            lookup.name: _fitting(sequence, draft, lookup.find(sequence, draft.tokens, room - place))
+            for lookup in self.lookups
+        }
         computed = self.computing.name if self.computing and able else None
         name, count = self.policy.choose(place, draft.chance, guesses, computed, sequences)
         if name is None or name == computed:
@@ -264,22 +268,37 @@ class CompositeDrafter:
     ) -> list[bool]:
         """One token more in each sequence where the policy accepts it; where it did."""
         logits = drafter.step(batch, drafts)
-        if not all(sequence.sampling.greedy for sequence in batch):
+        if not all(sequence.plain for sequence in batch):
             logits = logits.cpu()  # one copy from the device either way
+            logits = self._processed(logits, batch, drafts)
         scores, best = read_together(drafter.scores(logits), logits.argmax(-1))
         accepted = []
         for row, (sequence, draft) in enumerate(zip(batch, drafts, strict=True)):
-            place = len(draft.tokens)
-            chance = self.policy.accept(drafter.name, scores[row], place, draft.chance, sequences, True)
-            accepted.append(chance is not None)
+            place, chance = len(draft.tokens), None
+            if not math.isnan(scores[row]):  # it is none where the drafter knows no token that is allowed
+                chance = self.policy.accept(drafter.name, scores[row], place, draft.chance, sequences, True)
             if chance is None:
+                accepted.append(False)
                 continue
             token, q = self._token(best[row]), None
             if not sequence.sampling.greedy:
-                q = probabilities(logits[row], sequence.sampling)
+                q = sequence.probabilities(logits[row])
                 token, q = self._token(draw(q, sequence.generator)), self._spread(q)
             draft.add(token, drafter.name, chance, q, drafter.exit)
+            accepted.append(not sequence.ends(draft.tokens))
         return accepted
+
+    def _processed(self, logits: Tensor, batch: list[Sequence], drafts: list[Draft]) -> Tensor:
+        """The drafter's logits as each sequence's sampling wants them behind its draft so far."""
+        if not any(sequence.sampling.looks_back for sequence in batch):
+            return logits
+        rows = []
+        for z, sequence, draft in zip(logits.double(), batch, drafts, strict=True):
+            if sequence.processor is not None:
+                whole = sequence.processor.process(self._spread(z, -torch.inf)[None], draft.tokens)[0]
+                z = whole[: len(z)] if self._vocabulary is None else whole[self._vocabulary]
+            rows.append(z)
+        return torch.stack(rows)
 
     @cached_property
     def _vocabulary(self) -> list[int] | None:
@@ -290,13 +309,20 @@ class CompositeDrafter:
     def _token(self, place: int) -> int:
         return place if self._vocabulary is None else self._vocabulary[place]
 
-    def _spread(self, q: Tensor) -> Tensor:
-        """q over all tokens of the model."""
+    def _spread(self, q: Tensor, other: float = 0.0) -> Tensor:
+        """q over all tokens of the model, of which the drafter's others have `other`."""
         vocab, known = self.engine.vocab, self._vocabulary
         if known is None and len(q) == vocab:
             return q
         ids = torch.arange(len(q)) if known is None else torch.tensor(known)
-        return torch.zeros(vocab, dtype=q.dtype).scatter_(0, ids, q)
+        return torch.full((vocab,), other, dtype=q.dtype).scatter_(0, ids, q)
+
+
+def _fitting(sequence: Sequence, draft: Draft, guesses: list[Guess]) -> list[Guess]:
+    """The guesses before the first that the sequence's grammar forbids behind its draft."""
+    if sequence.processor is None:
+        return guesses
+    return guesses[: sequence.processor.fits(draft.tokens, [token for token, _ in guesses])]
 
 
 class PrefixDrafter:

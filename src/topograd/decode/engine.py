@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from topograd.decode.cache import Batch, Cache
-from topograd.decode.sampling import Sampling, draw, probabilities
+from topograd.decode.sampling import Sampling, draw
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import predict
@@ -144,6 +144,7 @@ class Engine:
         """
         cache, new = batch[0].cache, [list(row) for row in tokens]
         for i, sequence in enumerate(batch):
+            sequence.take(new[i])
             if new[i] and len(sequence) == self.context:
                 new[i] = sequence.tokens[len(sequence) - self.context // 2 :] + new[i]
                 cache.truncate([sequence], [0])
@@ -194,13 +195,26 @@ def check_exits(plan: Plan) -> None:
 
 def choose(logits: Tensor, batch: Batch) -> list[int]:
     """A token for each sequence of logits (rows, vocab): the likeliest, or drawn by its own sampling."""
+    return pick(processed(logits, batch), batch)
+
+
+def processed(logits: Tensor, batch: Batch) -> Tensor:
+    """Logits (rows, vocab) as each sequence's sampling wants them; as they are where none changes any."""
+    if not any(sequence.sampling.looks_back for sequence in batch):
+        return logits
+    rows = logits.cpu().double().split(1)  # one copy for all
+    return torch.cat([sequence.processed(z) for z, sequence in zip(rows, batch, strict=True)])
+
+
+def pick(logits: Tensor, batch: Batch) -> list[int]:
+    """`choose` of logits that are processed."""
     if all(sequence.sampling.greedy for sequence in batch):
         best, tokens = likeliest(logits)
         check_finite(best)
         return tokens
     chosen = []
     for z, sequence in zip(logits.cpu(), batch, strict=True):  # one copy for all
-        chosen.append(draw(probabilities(z, sequence.sampling), sequence.generator))
+        chosen.append(draw(sequence.probabilities(z), sequence.generator))
     return chosen
 
 

@@ -3,6 +3,7 @@
 model = load("runs/mine")
 model.generate("def ", tokens=8)                     text, as a string that knows how it came about
 model.generate("def ", depth="prefix:1")             depths as in `decode/depths.py`
+model.generate("{", grammar=Grammar.json_object())   nothing but what a grammar allows (`decode/grammar.py`)
 model.logits([1, 2, 3])                              what it predicts behind each token
 model.evaluate()                                     bits per byte and the rest, on its held-out text
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from topograd.data.windows import Text
 from topograd.decode.depths import default_depth, engine_of, strategy_of
 from topograd.decode.engine import Engine
+from topograd.decode.grammar import Grammar, GrammarCompiler
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Sequence as TokenSequence
 from topograd.decode.speculation import Speculate
@@ -87,6 +89,11 @@ class Model:
         """The model laid out for decoding; made when it is first used."""
         return engine_of(self.session, self.runtime, self.precision)
 
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What makes grammars ready for its tokenizer."""
+        return GrammarCompiler(self.session.tokenizer)
+
     def generate(
         self,
         prompt: str | Sequence[int] = "",
@@ -97,17 +104,37 @@ class Model:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int = 0,
         stop: str | Sequence[str] = (),
+        stop_token_ids: Collection[int] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        grammar: Grammar | None = None,
         on_piece: Callable[[Piece], None] | None = None,
     ) -> Generated:
         """Continue a text, or the tokens of one, by at most `tokens`; `on_piece` gets each part as it comes.
 
         By default the likeliest token each time, speculating where the run's calibration says that it pays.
         `draft` is the folder of a smaller run that drafts, or of a draft stage that is not in the run's own.
+        Bias, penalties (`decode/processor.py`) and grammar (`decode/grammar.py`) hold at every depth; a token
+        of `stop_token_ids` ends the text and is no part of it.
         """
         check_request(prompt, tokens)
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            logit_bias=logit_bias or {},
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            grammar=None if grammar is None else self.grammars.compile(grammar),
+        )
         stream = TextStream(self.session.tokenizer, stop)
         engine = self.engine  # laid out once for all texts, so it is not of this one's time
         began = time.perf_counter()
@@ -128,7 +155,8 @@ class Model:
         tokenizer = self.session.tokenizer
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         (sequence,) = strategy.engine.start([begin], sampling)
-        for piece in continue_text(strategy, sequence, tokens, stream, tokenizer.stop_tokens):
+        ends = tokenizer.stop_tokens.union(stop_token_ids)
+        for piece in continue_text(strategy, sequence, tokens, stream, ends):
             pieces.append(piece)
             if on_piece is not None:
                 on_piece(piece)
@@ -201,7 +229,8 @@ def load(
     What is no run is converted once, into a cache. Of a run, the checkpoint is the newest, or the one called
     `checkpoint`.
 
-    It writes with the faster runtime, or with torch or onnx; `weights` may be int8 or int4 there.
+    It writes with the faster runtime, or with torch, onnx or native; `weights` may be int8 or int4 in the
+    latter two, and bfloat16 in the last.
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(setting="model", given=model, allowed="a path, or hf:ORG/NAME")
@@ -244,12 +273,13 @@ def continue_text(
 ) -> Iterator[Piece]:
     """For each token the text that can be shown since it came, the exit that it left after, who drafted it.
 
-    A token of `ends` is the last: an imported model says by it that it is done.
+    A token of `ends` is the last and no part of the text: an imported model says by it that it is done.
 
     What was held back, the beginning of a character or of a stop string, comes with the token that releases
     it; what is held back at the end, `stream.finish` gives.
     """
     for _, emitted in continue_tokens(strategy, [sequence], tokens):
-        yield Piece(stream.feed(emitted.token), emitted.exit, emitted.drafter)
-        if stream.stopped or emitted.token in ends:
+        end = emitted.token in ends
+        yield Piece("" if end else stream.feed(emitted.token), emitted.exit, emitted.drafter)
+        if stream.stopped or end:
             break

@@ -2,7 +2,11 @@
 
     p = softmax(z / T)     over the top_k largest logits, then over the fewest likeliest tokens whose
                            probability, among those, reaches top_p ("The Curious Case of Neural Text
-                           Degeneration", nucleus sampling); T = 0 is the likeliest token alone
+                           Degeneration", nucleus sampling), then over those that have at least min_p times
+                           the probability of the likeliest; T = 0 is the likeliest token alone
+
+Before that, the logits may be changed by what was written before them: bias, penalties, a grammar
+(`processor.py`).
 
 Speculative sampling ("Fast Inference from Transformers via Speculative Decoding", Leviathan et al. 2023,
 §2.3, Algorithm 1): a token x ~ q is accepted with probability min(1, p(x) / q(x)); otherwise the token is
@@ -25,13 +29,18 @@ stream.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.errors import ConfigError, DivergenceError
+
+if TYPE_CHECKING:
+    from topograd.decode.grammar import CompiledGrammar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,19 @@ class Sampling:
     """Draw among this many likeliest tokens only."""
     top_p: float | None = None
     """Draw among the fewest likeliest tokens that have this probability together."""
+    min_p: float | None = None
+    """Draw among the tokens that have at least this share of the likeliest one's probability only."""
     seed: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """By token, what is added to its logit."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the text has."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the text has it."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that prompt or text have, and multiplies their negative ones."""
+    grammar: CompiledGrammar | None = None
+    """What the text must be."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -55,13 +76,36 @@ class Sampling:
             raise ConfigError(
                 setting="top_p", given=self.top_p, allowed="above 0 and at most 1, or be left out"
             )
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ConfigError(setting="min_p", given=self.min_p, allowed="0 to 1, or be left out")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
+        self._check_penalties()
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(setting=name, given=getattr(self, name), allowed="a finite number")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ConfigError(
+                setting="repetition_penalty", given=self.repetition_penalty, allowed="finite and above 0"
+            )
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not math.isfinite(bias):
+                raise ConfigError(
+                    setting="logit_bias", given={token: bias}, allowed="finite numbers by token, from 0 on"
+                )
 
     @property
     def greedy(self) -> bool:
         """Whether nothing is drawn: each token is the likeliest one."""
         return self.temperature == 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether logits are changed before a token is drawn (`processor.py`)."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return bool(self.logit_bias) or any(penalties) or self.grammar is not None
 
     def shifted(self, number: int) -> Sampling:
         """The same with a seed that is larger by `number` (modulo 2^63): another sequence's stream."""
@@ -70,6 +114,11 @@ class Sampling:
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """p (..., vocab) of logits (..., vocab), in float64 on the CPU; one-hot if the sampling is greedy."""
+    return distribution(finite(logits), sampling)
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Logits in float64 on the CPU; DivergenceError where one is no number."""
     z = logits.detach().cpu().double()
     if not z.isfinite().all():
         raise DivergenceError(
@@ -77,10 +126,16 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
             setting="logits",
             remedy="train it again",
         )
+    return z
+
+
+def distribution(z: Tensor, sampling: Sampling) -> Tensor:
+    """The same of float64 logits on the CPU, of which some, but not all of a row, may be -inf: forbidden."""
     if sampling.greedy:
         return F.one_hot(z.argmax(-1), z.shape[-1]).double()
     if sampling.top_k is None and (sampling.top_p is None or sampling.top_p >= 1):
-        return ((z - z.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
+        p = ((z - z.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
+        return _likely(p, sampling.min_p)
     z, tokens = z.sort(dim=-1, descending=True, stable=True)
     p = ((z - z[..., :1]) / sampling.temperature).softmax(-1)  # the largest is 0: nothing overflows
     if sampling.top_k is not None:
@@ -90,7 +145,15 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         before = F.pad(p.cumsum(-1)[..., :-1], (1, 0))  # what the likelier tokens have together
         p = p.masked_fill(before >= sampling.top_p, 0)
         p = p / p.sum(-1, keepdim=True)
-    return torch.zeros_like(p).scatter(-1, tokens, p)
+    return _likely(torch.zeros_like(p).scatter(-1, tokens, p), sampling.min_p)
+
+
+def _likely(p: Tensor, share: float | None) -> Tensor:
+    """p over the tokens that have at least a share of the likeliest one's probability."""
+    if not share:
+        return p
+    p = p.masked_fill(p < share * p.amax(-1, keepdim=True), 0)
+    return p / p.sum(-1, keepdim=True)
 
 
 def draw(p: Tensor, generator: torch.Generator) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from topograd.decode.sampling import Sampling
+from topograd.decode.processor import LogitsProcessor
+from topograd.decode.sampling import Sampling, distribution, finite, probabilities
+from topograd.errors import ConfigError
 from topograd.nn.slots import Place
 
 if TYPE_CHECKING:
@@ -67,6 +71,44 @@ class Sequence:
         self.generator = torch.Generator().manual_seed(sampling.seed)
         self.close_drafters()
         self.tally = Tally()
+        self.processor: LogitsProcessor | None = None
+        """What changes its logits, if anything does; made by `start_writing`."""
+
+    def start_writing(self) -> None:
+        """A token is about to be written: before the first, what the sequence holds is its prompt."""
+        if self.processor is None and self.sampling.looks_back:
+            self.processor = LogitsProcessor(self.sampling, self.tokens)
+
+    @property
+    def plain(self) -> bool:
+        """Whether its next token is the one with the largest logit."""
+        return self.sampling.greedy and not self.sampling.looks_back
+
+    def ends(self, ahead: abc.Sequence[int] = ()) -> bool:
+        """Whether nothing may follow it and the tokens `ahead`, by its grammar."""
+        return self.processor is not None and self.processor.ends(ahead)
+
+    @property
+    def problem(self) -> ConfigError | None:
+        """Why its last tokens are not to be used, if they are not; its grammar's fault."""
+        matcher = None if self.processor is None else self.processor.matcher
+        return None if matcher is None else matcher.problem
+
+    def take(self, tokens: abc.Sequence[int]) -> None:
+        """Tokens were written in it."""
+        if self.processor is not None:
+            self.processor.take(tokens)
+
+    def processed(self, logits: Tensor, ahead: abc.Sequence[int] = ()) -> Tensor:
+        """Its logits (n, vocab) of the last places behind it and the tokens `ahead`, changed."""
+        self.start_writing()
+        return logits if self.processor is None else self.processor.process(finite(logits), ahead)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What it draws from, of logits that are processed."""
+        if self.sampling.looks_back:  # they were checked before some became -inf
+            return distribution(logits, self.sampling)
+        return probabilities(logits, self.sampling)
 
     def close_drafters(self) -> None:
         """Give back what drafters keep of this sequence."""

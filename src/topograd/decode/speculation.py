@@ -10,8 +10,10 @@ have written:
                (`sampling.verify`); whether to draft depends on what is before the token alone, so the text
                has exactly the full model's distribution
 
-and one token of the full model follows. What the draft stages computed is not computed again. A rejected
-draft is forgotten by taking every watermark back to the last accepted token.
+and one token of the full model follows. Each position is judged behind its own history, so bias, penalties
+and grammar (`processor.py`) change it as they would change a token that is written by itself. What the draft
+stages computed is not computed again. A rejected draft is forgotten by taking every watermark back to the
+last accepted token.
 
 The drafts of all sequences of a batch are verified in one pass, whichever drafter they
 are of and however long they are. Source: "Product of Experts" §5.4.
@@ -38,7 +40,7 @@ from topograd.decode.drafters import (
     PrefixDrafter,
 )
 from topograd.decode.engine import Emitted, Engine, check_exits, check_finite, read_together
-from topograd.decode.sampling import draw, probabilities, verify, verify_certain
+from topograd.decode.sampling import draw, verify, verify_certain
 from topograd.decode.sequence import Count, Sequence
 from topograd.decode.strategies import DecodeStrategy
 
@@ -74,6 +76,8 @@ class Speculate(DecodeStrategy):
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[list[Emitted]]:
         start = [len(sequence) for sequence in batch]
+        for sequence in batch:
+            sequence.start_writing()  # before drafts are pushed
         drafts = self.drafter.draft(batch)
         counts = [len(draft.tokens) + 1 for draft in drafts]
         self.engine.run(batch, self.full)
@@ -81,6 +85,8 @@ class Speculate(DecodeStrategy):
         verdicts = _verified(batch, drafts, logits, counts)
         lengths = [n + accepted for n, (accepted, _) in zip(start, verdicts, strict=True)]
         batch[0].cache.truncate(batch, lengths)
+        for sequence, draft, (accepted, _) in zip(batch, drafts, verdicts, strict=True):
+            sequence.take(draft.tokens[:accepted])
         self.engine.append(batch, [[token] for _, token in verdicts])
         return [
             self._emitted(sequence, draft, *verdict)
@@ -110,7 +116,7 @@ def _verified(
 
     All are read at once: logits (N, vocab), `counts` of each sequence.
     """
-    if all(sequence.sampling.greedy for sequence in batch):
+    if all(sequence.plain for sequence in batch):
         best, tokens = read_together(*logits.max(-1))
         check_finite(best)
         verdicts, first = [], 0
@@ -126,7 +132,7 @@ def _verified(
 
 
 def _drawn(sequence: Sequence, draft: Draft, logits: Tensor) -> tuple[int, int]:
-    p = probabilities(logits, sequence.sampling)  # one-hot where the sequence is greedy
+    p = sequence.probabilities(sequence.processed(logits, draft.tokens))  # one-hot where it is greedy
     for i, (token, q) in enumerate(zip(draft.tokens, draft.q, strict=True)):
         if sequence.sampling.greedy:
             accepted, token = bool(p[i, token]), int(p[i].argmax())
@@ -136,5 +142,7 @@ def _drawn(sequence: Sequence, draft: Draft, logits: Tensor) -> tuple[int, int]:
             accepted, token = verify(token, q, p[i], sequence.generator)
         if not accepted:
             return i, token
+    if draft.tokens and sequence.ends(draft.tokens):  # then the last one is the token that follows the others
+        return len(draft.tokens) - 1, draft.tokens[-1]
     greedy = sequence.sampling.greedy
     return len(draft.tokens), int(p[-1].argmax()) if greedy else draw(p[-1], sequence.generator)

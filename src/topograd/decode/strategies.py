@@ -162,7 +162,10 @@ def generate_tokens(
     finished: Finished | None = None,
     sampling: Sampling | None = None,
 ) -> Iterator[tuple[int, Emitted]]:
-    """Pairs of a prompt's number and its next token, until each has `tokens` of them or is `finished`."""
+    """Pairs of a prompt's number and its next token, until each has `tokens` of them or is `finished`.
+
+    A sequence with a grammar ends where that lets nothing follow.
+    """
     if tokens < 0:
         raise ConfigError(setting="tokens", given=tokens, allowed="at least 0")
     return continue_tokens(strategy, strategy.engine.start(prompts, sampling), tokens, finished)
@@ -180,13 +183,15 @@ def continue_tokens(
             steps = strategy.step(active)
         for sequence, written in zip(active, steps, strict=True):
             key = id(sequence)
+            if sequence.problem is not None:
+                raise sequence.problem
             for emitted in written[: left[key]]:
                 left[key] -= 1
                 yield numbers[key], emitted
                 if finished is not None and finished(numbers[key], emitted):
                     left[key] = 0
                     break
-        active = [sequence for sequence in active if left[id(sequence)]]
+        active = [sequence for sequence in active if left[id(sequence)] and not sequence.ends()]
 
 
 def generate_batch(

@@ -9,6 +9,10 @@ With a bound on how much a rival may still gain, the last head is read only for 
 token j where z_{k,j} + bound < θ. The paper calls this block-max WAND. It is not: there are no blocks with a
 bound each, and one bound serves the whole vocabulary. Source: "Product of Experts" §5.3.
 
+Margins are of the logits that a token is taken from: behind bias, penalties and grammar (`processor.py`), so
+a token that is the only one allowed leaves at the first exit. What a bias or a penalty adds is the same at
+every exit, so it changes no gain; a repetition penalty scales gains by it.
+
 In a batch, the sequences that have not left share each later stage.
 """
 
@@ -21,7 +25,16 @@ import torch
 from torch import Tensor
 
 from topograd.decode.cache import Batch
-from topograd.decode.engine import Emitted, Engine, check_exits, check_finite, choose, read_together
+from topograd.decode.engine import (
+    Emitted,
+    Engine,
+    check_exits,
+    check_finite,
+    choose,
+    pick,
+    processed,
+    read_together,
+)
 from topograd.decode.sequence import Sequence
 from topograd.decode.strategies import DecodeStrategy
 from topograd.errors import ConfigError
@@ -73,7 +86,7 @@ class Wand(DecodeStrategy):
         for exit_, tau in self.exits:
             some = [batch[i] for i in deeper]
             engine.run(some, engine.exits[exit_])
-            here = engine.logits(some, engine.exits[exit_])
+            here = processed(engine.logits(some, engine.exits[exit_]), some)
             best, tokens = read_together(*here.topk(2))
             check_finite([first for first, _ in best])
             leaving = [row for row, (first, second) in enumerate(best) if first - second > tau]
@@ -96,7 +109,7 @@ class Wand(DecodeStrategy):
         """What the rows that leave write: the likeliest token, or one that is drawn."""
         if all(batch[row].sampling.greedy for row in rows):
             return [best[row][0] for row in rows]
-        return choose(logits.cpu()[rows], [batch[row] for row in rows])  # one copy, and no index is sent
+        return pick(logits.cpu()[rows], [batch[row] for row in rows])  # one copy, and no index is sent
 
     def _last(self, batch: Batch, rows: list[int], before: dict[int, Tensor]) -> dict[int, int]:
         """The tokens of full depth, for rows that have run all stages."""
@@ -105,8 +118,10 @@ class Wand(DecodeStrategy):
         if self.bounds is not None and before:
             bound = self.bounds[self.exits[-1][0]]
             for row in rows:
+                if not batch[row].plain:  # the last head's logits of all tokens are drawn from, or changed
+                    continue
                 candidates = survivors(before[row], bound)
-                if batch[row].sampling.greedy and len(candidates) * FEW <= len(before[row]):
+                if len(candidates) * FEW <= len(before[row]):
                     best, place = engine.logits([batch[row]], stage, tokens=candidates)[0].max(-1)
                     (value,), (token,) = read_together(best[None], candidates.take(place)[None])
                     check_finite([value])

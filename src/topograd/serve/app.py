@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from topograd.serve import embeddings
 from topograd.serve.chats import Chats
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
@@ -32,6 +33,8 @@ from topograd.serve.request_schema import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
+    EMBEDDING,
+    SHARED,
     TOKENIZE,
     Field,
     RequestError,
@@ -64,6 +67,7 @@ class Service:
                 Route("/v1/completions", self.completions, methods=post),
                 Route("/v1/chat/completions", self.chat, methods=post),
                 Route("/v1/candidates", self.candidates, methods=post),
+                Route("/v1/embeddings", self.embeddings, methods=post),
                 Route("/v1/models", self.models, methods=get),
                 Route("/v1/models/{model:path}", self.model, methods=get),
                 Route("/tokenize", self.tokenize, methods=post),
@@ -144,7 +148,7 @@ class Service:
                 params, prompts, params["max_tokens"], lambda i: self.worker.on_progress(inbox, i)
             )
 
-        long = len(params["prompt"]) > AT_ONCE // 4
+        long = len(params["prompt"]) > AT_ONCE // 4 or params["grammar"] is not None
         jobs = await asyncio.to_thread(prepare) if long else prepare()
         for job in jobs:
             job.logprobs = params["logprobs"]
@@ -159,10 +163,13 @@ class Service:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         most = params["max_completion_tokens"]
         tokens = params["max_tokens"] if most is None else most
-        words = self.served.vocabulary(params)
-        prompt = await asyncio.to_thread(self.chats.prompt, params["messages"], words)
         inbox: Inbox = asyncio.Queue()
-        jobs = self.served.jobs(params, [prompt], tokens, lambda i: self.worker.on_progress(inbox, i))
+
+        def prepare() -> list[Job]:
+            prompt = self.chats.prompt(params["messages"], self.served.vocabulary(params))
+            return self.served.jobs(params, [prompt], tokens, lambda i: self.worker.on_progress(inbox, i))
+
+        jobs = await asyncio.to_thread(prepare)
         for job in jobs:
             job.logprobs = (params["top_logprobs"] or 0) if params["logprobs"] else None
         return await self._respond(request, OpenAIResponse(self.served, params, jobs, chat=True), jobs, inbox)
@@ -173,21 +180,11 @@ class Service:
         self.served.depth(params)
         tokens = self.served.checked(params["tokens"], "tokens")
         inbox: Inbox = asyncio.Queue()
-        plain = {"n": 1, "depth": "full", "model": None, "stop": (), "seed": 0, "temperature": 0}
-        plain |= {"top_k": None, "top_p": 1, "ignore_eos": False, "specialists": (), "weights": None}
+        plain = read(SHARED, {"depth": "full", "seed": 0, "temperature": 0})
         jobs = self.served.jobs(plain, [tokens], 0, lambda i: self.worker.on_progress(inbox, i))
         jobs[0].candidates = params["top"]
-        self._submit(jobs)
-        async with self._watch(request, jobs, inbox):
-            candidates = None
-            while True:
-                index, progress = await inbox.get()
-                if index == GONE:
-                    raise ClientDisconnect
-                candidates = progress.candidates or candidates
-                if progress.finish:
-                    break
-        _check(progress)
+        (told,) = await self._gathered(request, jobs, inbox)
+        candidates = next((progress.candidates for progress in told if progress.candidates), None)
         stages = [
             [
                 {
@@ -199,6 +196,35 @@ class Service:
             for stage in candidates or ()
         ]
         return JSONResponse({"tokens": tokens, "stages": stages})
+
+    async def embeddings(self, request: Request) -> Response:
+        """The states of an exit for each text, pooled and of length 1."""
+        params = await self._params(request, EMBEDDING)
+        embeddings.check(params)
+        plain = read(SHARED, {"depth": embeddings.depth_of(self.served, params), "seed": 0, "temperature": 0})
+        prompts = await asyncio.to_thread(self.served.prompts, params["input"])
+        inbox: Inbox = asyncio.Queue()
+        jobs = self.served.jobs(plain, prompts, 0, lambda i: self.worker.on_progress(inbox, i))
+        for job in jobs:
+            job.embed = params["pooling"]
+        told = await self._gathered(request, jobs, inbox)
+        made = [next(each.embedding for each in some if each.embedding is not None) for some in told]
+        return JSONResponse(embeddings.body(self.served, params, prompts, made))
+
+    async def _gathered(self, request: Request, jobs: list[Job], inbox: Inbox) -> list[list[Progress]]:
+        """All progress of jobs that stream nothing, of each job."""
+        self._submit(jobs)
+        told: list[list[Progress]] = [[] for _ in jobs]
+        left = len(jobs)
+        async with self._watch(request, jobs, inbox):
+            while left:
+                index, progress = await inbox.get()
+                if index == GONE:
+                    raise ClientDisconnect
+                _check(progress)
+                told[index].append(progress)
+                left -= progress.finish is not None
+        return told
 
     async def _respond(
         self, request: Request, response: OpenAIResponse, jobs: list[Job], inbox: Inbox
@@ -357,8 +383,7 @@ def _cancel(jobs: list[Job]) -> None:
 
 def _check(progress: Progress) -> None:
     if progress.finish == "error":
-        about = "depth" if progress.status == 400 else None
-        raise RequestError(progress.error, about, status=progress.status)
+        raise RequestError(progress.error, progress.param, status=progress.status)
     if progress.finish == "cancelled":
         raise RequestError("the server is stopping; ask again later", status=503)
 

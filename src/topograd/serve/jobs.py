@@ -67,10 +67,14 @@ class Progress:
     """Scores of the prompt's tokens, once all are known; the first has none."""
     candidates: tuple[tuple[Scored, ...], ...] | None = None
     """For each exit and position, where the job has `candidates`."""
+    embedding: tuple[float, ...] | None = None
+    """Of the prompt, where the job has `embed`."""
     finish: Finish | None = None
     error: str = ""
     status: int = 500
     """HTTP status, where it ended with an error."""
+    param: str | None = None
+    """The field at fault."""
 
 
 @dataclass(eq=False)
@@ -92,6 +96,8 @@ class Job:
     """Whether the prompt's tokens are still to be scored."""
     candidates: int | None = None
     """Score the prompt by every exit with this many alternatives, and write nothing."""
+    embed: Literal["mean", "last"] | None = None
+    """Embed the prompt, and write nothing."""
     specialists: tuple[tuple[str, float], ...] = ()
     """Names of specialists and their weights."""
     number: int = field(default_factory=_numbers.__next__)

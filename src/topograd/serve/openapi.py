@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from topograd.serve.request_schema import CANDIDATES, CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
+from topograd.serve.request_schema import (
+    CANDIDATES,
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    EMBEDDING,
+    TOKENIZE,
+    Field,
+)
 
 _JSON = "application/json"
 ERROR = {
@@ -78,6 +86,11 @@ def document() -> dict[str, Any]:
                     "The likeliest tokens of each stage at each position.",
                     CANDIDATES,
                     {"stages": {"type": "array"}},
+                )
+            },
+            "/v1/embeddings": {
+                "post": _post(
+                    "Embeddings of texts by the states of an exit.", EMBEDDING, {"data": {"type": "array"}}
                 )
             },
             "/tokenize": {"post": _post("A text's tokens.", TOKENIZE, tokens)},

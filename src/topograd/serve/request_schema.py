@@ -8,6 +8,7 @@ ignored where it would not (`user`, `metadata`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ Schema = Mapping[str, Any]
 MAX_TOKENS = 1_000_000
 MAX_TEXT = 8 * 2**20
 MAX_STOPS, MAX_STOP = 16, 200
+MAX_GRAMMAR = 2**16
 
 
 class RequestError(Exception):
@@ -78,6 +80,46 @@ STOP = one_of(
     text("A text.", MAX_STOP, minLength=1),
     many(text("A text.", MAX_STOP, minLength=1), "Texts.", 0, MAX_STOPS),
 )
+LOGIT_BIAS = {
+    "type": "object",
+    "maxProperties": 1024,
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": number("What is added to the token's logit.", -100, 100),
+    "description": "By token, what is added to its logit.",
+}
+SCHEMA = {"type": "object", "description": "A JSON schema."}
+GRAMMAR = {
+    "type": "object",
+    "minProperties": 1,
+    "maxProperties": 1,
+    "properties": {
+        "lark": text("A grammar as Lark has them.", MAX_GRAMMAR, minLength=1),
+        "regex": text("A regular expression that the whole text matches.", MAX_GRAMMAR, minLength=1),
+        "choice": many(text("A text.", MAX_GRAMMAR, minLength=1), "Texts of which one is written.", 1, 1000),
+        "json_schema": SCHEMA,
+    },
+    "additionalProperties": False,
+    "description": "What the text must be: one of lark, regex, choice and json_schema.",
+}
+RESPONSE_FORMAT = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "name": text("A name.", 100),
+                "description": text("A description.", MAX_GRAMMAR),
+                "schema": SCHEMA,
+                "strict": {"type": "boolean"},
+            },
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type"],
+    "additionalProperties": False,
+    "description": "Text, any JSON object, or JSON of a schema.",
+}
 SHARED: dict[str, Field] = {
     "model": Field(text("A model id: a name, or name:depth.", 300)),
     "temperature": Field(
@@ -88,6 +130,7 @@ SHARED: dict[str, Field] = {
         number("Sample from the likeliest tokens of this total probability.", 0, 1, above=True), 1.0
     ),
     "top_k": Field(whole("Sample from this many likeliest tokens; 0 or -1 is all.", -1, 2**31 - 1)),
+    "min_p": Field(number("Sample from tokens with this share of the largest probability.", 0, 1)),
     "n": Field(whole("Number of texts for each prompt.", 1, 128), 1),
     "stop": Field(STOP, ()),
     "seed": Field(whole("Seed of the sampling; random if left out.", -(2**63), 2**63 - 1)),
@@ -111,11 +154,14 @@ SHARED: dict[str, Field] = {
     "metadata": Field({"type": "object", "description": "Ignored."}),
     "store": Field(switch("Ignored: nothing is stored.")),
     "service_tier": Field(text("Ignored.", 100)),
-    "presence_penalty": Field(number("Not supported.", 0, 0), 0, only="0"),
-    "frequency_penalty": Field(number("Not supported.", 0, 0), 0, only="0"),
-    "logit_bias": Field(
-        {"type": "object", "maxProperties": 0, "description": "Not supported."}, {}, only="an empty object"
+    "presence_penalty": Field(number("Taken off the logits of tokens that the text has.", -2, 2), 0.0),
+    "frequency_penalty": Field(number("The same, for each time that the text has a token.", -2, 2), 0.0),
+    "repetition_penalty": Field(
+        number("Divides the logits of tokens that prompt or text have.", 0, 10, above=True), 1.0
     ),
+    "logit_bias": Field(LOGIT_BIAS, {}),
+    "grammar": Field(GRAMMAR),
+    "stop_token_ids": Field(many(TOKEN, "End before any of these tokens.", 0, 1024), ()),
 }
 COMPLETION = SHARED | {
     "prompt": Field(
@@ -164,21 +210,31 @@ CHAT = SHARED | {
     "max_completion_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS)),
     "logprobs": Field(switch("Log-probabilities of the tokens."), False),
     "top_logprobs": Field(whole("With this many alternatives.", 0, 20)),
-    "response_format": Field(
-        {
-            "type": "object",
-            "properties": {"type": {"type": "string", "enum": ["text"]}},
-            "required": ["type"],
-            "description": "Not supported: only text.",
-        },
-        only="text",
-    ),
+    "response_format": Field(RESPONSE_FORMAT),
     "tools": Field({"type": "array", "maxItems": 0, "description": "Not supported."}, only="an empty list"),
     "tool_choice": Field(
         {"type": "string", "enum": ["none", "auto"], "description": "Not supported."}, only="none or auto"
     ),
     "parallel_tool_calls": Field(switch("Ignored.")),
     "reasoning_effort": Field(text("Ignored.", 100)),
+}
+EMBEDDING = {
+    "model": SHARED["model"],
+    "input": Field(
+        one_of(
+            "A text or its tokens, or several.",
+            text("A text.", minLength=1),
+            many(text("A text.", minLength=1), "Texts.", 1, 128),
+            TOKENS,
+            many(TOKENS, "Texts as tokens.", 1, 128),
+        ),
+        required=True,
+    ),
+    "encoding_format": Field({"type": "string", "enum": ["float", "base64"]}, "float"),
+    "pooling": Field({"type": "string", "enum": ["mean", "last"]}, "mean"),
+    "dimensions": Field(whole("Not supported.", 1, 2**20)),
+    "depth": Field(text("full or prefix:J.", 300)),
+    "user": SHARED["user"],
 }
 TOKENIZE = {
     "model": Field(text("A model id.", 300)),
@@ -286,9 +342,11 @@ def _array_fault(schema: Schema, value: Sequence[object]) -> str | None:
 def _object_fault(schema: Schema, value: Any) -> str | None:
     if schema["type"] != "object":
         return None
-    if len(value) > schema.get("maxProperties", 1000):
-        return f"has {len(value)} entries; it must have at most {schema.get('maxProperties', 1000)}"
-    known = schema.get("properties", {})
+    least, most = schema.get("minProperties", 0), schema.get("maxProperties", 1000)
+    if not least <= len(value) <= most:
+        return f"has {len(value)} entries; it must have {least} to {most}"
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    pattern = schema.get("propertyNames", {}).get("pattern", "")
     for name in schema.get("required", ()):
         if name not in value:
             return f"has no {name!r}; it is required"
@@ -296,6 +354,10 @@ def _object_fault(schema: Schema, value: Any) -> str | None:
         absent = item is None and name not in schema.get("required", ())
         if name in known and not absent and (problem := fault(known[name], item)) is not None:
             return f".{name} {problem}"
-        if name not in known and schema.get("additionalProperties") is False:
+        if name not in known and others is False:
             return f"has {str(name)[:60]!r}; it may have {', '.join(known)}"
+        if not re.search(pattern, name):
+            return f"has {str(name)[:60]!r}; names must be like {pattern}"
+        if name not in known and isinstance(others, Mapping) and (problem := fault(others, item)) is not None:
+            return f".{name} {problem}"
     return None

@@ -36,6 +36,7 @@ from topograd.decode.strategies import DecodeStrategy, FixedDepth
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
 from topograd.runtime.protocol import single_threaded_torch
+from topograd.serve.embeddings import pooled
 from topograd.serve.jobs import Finish, Job, Progress, Scored, Written
 from topograd.serve.metrics import Counters
 from topograd.serve.pool import Pool, Slot
@@ -99,7 +100,7 @@ class Scheduler:
                 strategy = self.strategy(job.depth, job.sampling.greedy, job.specialists)
             except TopogradError as error:
                 message = str(error).replace(str(self.session.run.folder), "RUN")  # a path is not theirs
-                job.on_progress(Progress(finish="error", error=message, status=400))
+                job.on_progress(Progress(finish="error", error=message, status=400, param="depth"))
                 continue
             job.on_progress(Progress())  # it can be done
             heapq.heappush(self._waiting, (self._tag + place, job.number, job, strategy))
@@ -309,6 +310,8 @@ class Scheduler:
             if not active.unread:
                 self._candidates(active)
             return
+        if job.embed is not None and not active.unread:
+            self._embed(active)
         if not job.score_prompt:
             return
         for stage in active.strategy.prompt_stages:
@@ -349,6 +352,14 @@ class Scheduler:
         job.on_progress(Progress(candidates=tuple(tuple(row) for row in each)))
         self._finish(active, "length")
 
+    def _embed(self, active: Active) -> None:
+        strategy, sequence = active.strategy, active.slot.sequence
+        (stage,) = strategy.last_stages()
+        strategy.engine.run([sequence], stage)
+        states = active.pool.cache.hidden([sequence], stage, [len(sequence)])
+        active.job.on_progress(Progress(embedding=pooled(states, active.job.embed or "mean")))
+        self._finish(active, "length")
+
     def _write(self, members: Sequence[Active]) -> None:
         for active in members:
             if not active.job.remaining:
@@ -365,7 +376,10 @@ class Scheduler:
             self._deliver(active, tokens)
 
     def _deliver(self, active: Active, made: Sequence[Emitted]) -> None:
-        job = active.job
+        job, problem = active.job, active.slot.sequence.problem
+        if problem is not None:  # of its grammar, so no other text's
+            self._finish(active, "error", str(problem), status=400, param="grammar")
+            return
         tokens = made[: job.remaining]
         known = (
             [None] * len(tokens) if job.logprobs is None else self._token_scores(active, tokens, len(made))
@@ -381,6 +395,8 @@ class Scheduler:
             if end or job.stream.stopped:
                 finish = "stop"
                 break
+        if finish is None and len(written) == len(made) and active.slot.sequence.ends():
+            finish = "stop"
         if finish is None and not job.remaining:
             finish = "length"
         unused = sum(bool(token.drafter) for token in made[len(written) :])
@@ -409,6 +425,7 @@ class Scheduler:
         error: str = "",
         written: Sequence[Written] = (),
         status: int = 500,
+        param: str | None = None,
     ) -> None:
         job = active.job
         self.active.remove(active)
@@ -416,7 +433,9 @@ class Scheduler:
         job.timings.finished = time.perf_counter()
         self.counters.finished(finish, job.timings.drafted, job.timings.accepted)
         rest = job.stream.finish() if finish in ("stop", "length") else ""
-        job.on_progress(Progress(tuple(written), rest, finish=finish, error=error, status=status))
+        job.on_progress(
+            Progress(tuple(written), rest, finish=finish, error=error, status=status, param=param)
+        )
 
 
 def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:

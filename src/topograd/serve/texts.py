@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from topograd.decode.calibration.store import load as load_calibration
+from topograd.decode.grammar import CompiledGrammar, Grammar
 from topograd.decode.model import Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
@@ -182,10 +183,11 @@ class ServedModel:
                 "n",
             )
         active = self.active(params)
-        depth = self.depth(params)
+        depth, grammar = self.depth(params), self.grammar(params)
         stops = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"])
         seed = secrets.randbelow(2**63) if params["seed"] is None else params["seed"] % 2**63
         deadline = time.perf_counter() + self.limits.seconds
+        stop_ids = frozenset(() if params["ignore_eos"] else self.stop_ids).union(params["stop_token_ids"])
         made = []
         for i, prompt in enumerate(prompts):
             room = self.room(prompt, tokens)
@@ -194,11 +196,11 @@ class ServedModel:
                     prompt=prompt,
                     tokens=room,
                     depth=depth,
-                    sampling=self._sampling(params, (seed + k) % 2**63),
+                    sampling=self._sampling(params, (seed + k) % 2**63, grammar),
                     stream=TextStream(self.tokenizer, stops),
                     on_progress=on_progress(i * count + k),
                     specialists=active,
-                    stop_ids=frozenset() if params["ignore_eos"] else self.stop_ids,
+                    stop_ids=stop_ids,
                     deadline=deadline,
                 )
                 made.append(job)
@@ -221,15 +223,45 @@ class ServedModel:
             )
         return tuple(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
-    @staticmethod
-    def _sampling(params: Mapping[str, Any], seed: int) -> Sampling:
+    def grammar(self, params: Mapping[str, Any]) -> CompiledGrammar | None:
+        """What the text must be, by `grammar` or `response_format`; it takes a while where it is new."""
+        wanted = params.get("response_format") or {"type": "text"}
+        field = "grammar" if params["grammar"] else "response_format"
+        if params["grammar"] and wanted["type"] != "text":
+            raise RequestError("grammar and response_format are both given; give one", "grammar")
+        try:
+            if params["grammar"]:
+                ((kind, what),) = params["grammar"].items()
+                made = getattr(Grammar, kind)(what)
+            elif wanted["type"] == "text":
+                return None
+            elif wanted["type"] == "json_object":
+                made = Grammar.json_object()
+            else:
+                made = Grammar.json_schema((wanted.get("json_schema") or {}).get("schema") or {})
+            return self.model.grammars.compile(made)
+        except ConfigError as error:
+            raise RequestError(str(error), field) from None
+
+    def _sampling(
+        self, params: Mapping[str, Any], seed: int, grammar: CompiledGrammar | None = None
+    ) -> Sampling:
         top_k = params["top_k"]
+        bias = {int(token): float(value) for token, value in params["logit_bias"].items()}
+        words = self.vocabulary(params)
+        self.checked(list(bias), "logit_bias", None if words is None else words.size)
         try:
             return Sampling(
                 temperature=float(params["temperature"]),
                 top_k=None if top_k is None or top_k < 1 else top_k,
                 top_p=None if params["top_p"] == 1 else float(params["top_p"]),
+                min_p=params["min_p"],
                 seed=seed,
+                logit_bias=bias,
+                presence_penalty=float(params["presence_penalty"]),
+                frequency_penalty=float(params["frequency_penalty"]),
+                repetition_penalty=float(params["repetition_penalty"]),
+                grammar=grammar,
             )
         except TopogradError as error:
             raise RequestError(str(error)) from None
