@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import clone  # noqa: F401  (for what is not installed)
 from papers.dead_directions.families.deep_linear import deep_linear_coefficient
 from topograd.geometry import learning_coefficient
-from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient
+from topograd.geometry.singular.coefficient import LearningCoefficient
+from topograd.geometry.singular.langevin import Langevin
 
 CASES = (((5, 2, 4), 1), ((4, 3, 4), 2), ((3, 3, 3, 3), 1), ((4, 2, 2, 3), 0))
 

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def tiny(folder: Path, kind: str) -> Path:
 def refusal(answer: Any) -> str:
     """The line that says what was wrong, after the one that says what is read."""
     assert (answer.code, answer.out) == (2, "")
-    first, last = answer.err.splitlines()
+    first, *_, last = answer.err.splitlines()  # on a busy machine, how far it is stands between
     assert first.startswith("topograd: reading ")
     return str(last)
 
@@ -45,6 +46,10 @@ def test_a_run_of_ours(staged: Path, call: Any, tmp_path: Path) -> None:
     assert kinds <= {"symmetry", "dead", "live"}
     assert "symmetry" in kinds
     assert all({"layer", "order", "interval"} <= one.keys() for one in found["directions"])
+    shares = [one["share"] for one in found["directions"]]
+    assert all(0 <= share["interval"][0] <= share["value"] <= share["interval"][1] for share in shares)
+    assert {share["n_beta"] for share in shares} == {found["terms"] / math.log(found["terms"])}
+    assert any("At the scale of the text" in words for words in found["sentences"])
     assert found["refused"]
     again = call("inspect", folder, "--json").json
     assert {**again, "seconds": 0} == {**found, "seconds": 0}, "the same checkpoint reads the same"
@@ -132,3 +137,23 @@ def test_nan_weights_are_named(call: Any, tmp_path: Path) -> None:
     assert "encoder.layer.1.output.dense.weight has a value that is not finite" in said
     assert not (tmp_path / "page.html").exists()
     assert json.loads((folder / "config.json").read_text())["model_type"] == "bert"
+
+
+def test_a_folder_is_loaded_in_the_type_that_is_read(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from topograd.convert import huggingface
+
+    seen: list[torch.dtype] = []
+    load = huggingface.load
+
+    def loading(folder: Path, kind: torch.dtype) -> huggingface.Loaded:
+        seen.append(kind)
+        return load(folder, kind)
+
+    monkeypatch.setattr(huggingface, "load", loading)
+    folder = tiny(tmp_path / "model", "LlamaForCausalLM")
+    for flags in ((), ("--dtype", "float32")):
+        answer = call("inspect", folder, "--scans", 1, "--out", tmp_path / "page.html", "--json", *flags)
+        assert answer.code == 0
+    assert seen == [torch.float64, torch.float32]

@@ -91,7 +91,7 @@ READERS: dict[str, Callable[[torch.device], Any]] = {
 
 
 def _told(reading: geometry.CheckpointReading) -> list[Any]:
-    return [(one.layer, one.kind, one.group, one.order, one.share) for one in reading.directions]
+    return [(one.layer, one.kind, one.group, one.order, one.limit) for one in reading.directions]
 
 
 def _projected(model: nn.Module, batch: Any) -> Any:

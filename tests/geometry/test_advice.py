@@ -74,3 +74,16 @@ def test_directions() -> None:
     ):
         assert part in words
     assert "None of the 1 directions" in said(directions=[direction("down", "live", 1)])
+
+
+def test_shares_say_what_the_text_fixes() -> None:
+    def one(value: float) -> dict[str, Any]:
+        share = {"n_beta": 500.0, "value": value, "interval": [value - 0.01, value + 0.01]}
+        return {**direction(f"at {value}", "live", 1), "share": share}
+
+    words = said(directions=[one(0.5), one(0.2)])
+    assert "nβ = 500" in words
+    assert "count 0.70 of λ together" in words
+    assert "1 count clearly less (at 0.2)" in words
+    assert "None counts clearly less" in said(directions=[one(0.5)])
+    assert "nβ" not in said(directions=[direction("a", "live", 1)])

@@ -1,10 +1,12 @@
 """Reading a checkpoint: known singular points, symmetries that would be mistaken, and what is refused."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
+from scipy.integrate import quad
 from torch import Tensor, nn
 
 from raising import refused
@@ -26,6 +28,18 @@ def chain(depth: int) -> tuple[nn.Sequential, Tensor]:
     return model, torch.randn(200, 4).double()
 
 
+def mode_share(mode: DirectionReading, n_beta: float, depth: int) -> float:
+    """Of K = c t^{2 depth} on the line from -1 to 1, by quadrature; c from K at t = 1e-3."""
+    assert mode.fisher is not None
+    c = n_beta * mode.fisher / 2 * 1e3 ** (2 * depth - 2)
+
+    def action(t: float) -> float:
+        return c * t ** (2 * depth)
+
+    mean = quad(lambda t: action(t) * math.exp(-action(t)), 0, 1)[0]
+    return float(mean / quad(lambda t: math.exp(-action(t)), 0, 1)[0])
+
+
 def joint(found: CheckpointReading) -> DirectionReading:
     (one,) = [one for one in found.directions if one.layer.startswith("joint")]
     return one
@@ -39,6 +53,10 @@ def test_a_dead_unit_of_a_chain_has_the_order_of_its_depth(depth: int) -> None:
     assert (mode.kind, mode.order) == ("dead", depth)
     assert mode.interval is not None
     assert mode.interval[0] == pytest.approx(depth, abs=1e-6)
+    assert mode.jet is not None
+    assert (mode.jet.order, mode.jet.crossover) == (depth, None), "the change is one power of t"
+    assert mode.share is not None
+    assert mode.share.value == pytest.approx(mode_share(mode, mode.share.n_beta, depth), abs=1e-6)
     assert mode.crossing is not None
     assert mode.crossing["orders"] == dict.fromkeys(mode.crossing["orders"], 1)
     assert (mode.crossing["rlct"], mode.crossing["multiplicity"]) == (0.5, depth)
@@ -70,7 +88,7 @@ def test_a_symmetry_that_is_not_taken_out_reads_as_order_two(monkeypatch: pytest
     X = torch.randn(3, 3).double()
     tangent = {"0.weight": X @ first, "1.weight": -second @ X}
     way = checkpoint.Candidate("0", tangent, 0.0, lambda: iter([tangent]))
-    monkeypatch.setattr(checkpoint, "_candidates", lambda model, factors: [way])
+    monkeypatch.setattr(checkpoint, "_candidates", lambda *given: [way])
     assert read_checkpoint(model, (x, x), "squared-error").directions[-1].kind == "symmetry"
     monkeypatch.setattr(checkpoint, "find_symmetries", lambda *args, **more: FoundSymmetries((), ()))
     fooled = read_checkpoint(model, (x, x), "squared-error").directions[-1]
@@ -97,7 +115,11 @@ def test_a_model_in_use_is_live_and_left_as_it_was() -> None:
     assert {one.kind for one in followed} == {"live"}
     known = [one for one in followed if one.order is not None]
     assert len(known) > len(followed) // 2
-    assert all(one.order == 1 and one.share == 0.5 and one.fluctuation == 0.5 for one in known)
+    assert all(one.order == 1 and one.limit == 0.5 and one.fluctuation == 0.5 for one in known)
+    shares = [one.share for one in followed if one.share is not None]
+    assert len(shares) == len(followed)
+    assert all(0 < share.value < 0.6 and share.n_beta == pytest.approx(96 / math.log(96)) for share in shares)
+    assert {one.jet.order for one in followed if one.jet is not None} == {1}
     assert seen[-1][0] == seen[-1][1]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model.embedding.weight.requires_grad

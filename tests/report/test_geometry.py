@@ -52,7 +52,7 @@ def direction(layer: str, kind: str, order: int | None, fisher: float | None) ->
         "order": order,
         "interval": [order - 0.01, order + 0.01] if order is not None else None,
         "fisher": fisher,
-        "share": 1 / (2 * order) if order is not None else None,
+        "share": {"n_beta": 500.0, "value": 0.5, "interval": [0.4, 0.6]} if order is not None else None,
         "dimensions": 1 if known else 16,
         "group": None if known else "GL(4) for each block",
     }

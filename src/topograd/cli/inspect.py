@@ -106,8 +106,8 @@ def _run_of_ours(
     from topograd.runs.session import open_session
 
     session = open_session(folder)
-    stack = moved(session.stack, args)
-    batches = probe_batches(session, args)
+    stack = moved(session.stack, args.device, args.dtype)
+    batches = probe_batches(session, args.text)
     last = session.plan.predicting()[-1]
 
     def outputs(model: Any, inputs: Tensor) -> Tensor:
@@ -136,11 +136,11 @@ def _checkpoint(
     from topograd.convert.card import source_name
     from topograd.geometry.checkpoint import read_checkpoint
 
-    loaded = huggingface.load(folder)
+    loaded = huggingface.load(folder, wanted_type(args.dtype, huggingface.stored_parameters(folder)))
     for name in loaded.fresh:
         note(f"{name} is not in the checkpoint and was made at random")
     ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, args.text)
-    model = moved(loaded.model, args)
+    model = moved(loaded.model, args.device, args.dtype)
     device = next(model.parameters()).device
     rows = max(1, BATCH_TOKENS // ids.shape[1])
     found = read_checkpoint(
@@ -156,15 +156,13 @@ def _checkpoint(
     return Path(f"{source_name(folder.resolve())}-geometry.html"), about, found
 
 
-def probe_batches(session: LoadedTextRun, args: Inspect) -> list[tuple[Tensor, Tensor]]:
+def probe_batches(session: LoadedTextRun, own: Path | None) -> list[tuple[Tensor, Tensor]]:
     """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
     from topograd.geometry.inspection import ROWS_PER_CHANNEL
     from topograd.runs.session import heldout_text
 
     tokens = max(MIN_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
-    text = heldout_text(
-        session, args.text, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context)
-    )
+    text = heldout_text(session, own, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context))
     return batches_of(text, next(session.stack.parameters()).device, tokens)
 
 
@@ -187,19 +185,27 @@ def batches_of(text: Text, device: torch.device, tokens: int) -> list[tuple[Tens
     return list(zip(inputs.split(rows), targets.split(rows), strict=True))
 
 
-def moved(model: Any, args: Inspect) -> Any:
-    """The model in the type and on the device that were asked for, or one line that says why not."""
+def wanted_type(asked: str | None, parameters: int) -> torch.dtype:
+    """The type that was asked for, or the default for a model of so many parameters."""
     import torch
 
-    large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
-    kind = getattr(torch, args.dtype or ("float32" if large else "float64"))
+    kind: torch.dtype = getattr(torch, asked or ("float32" if parameters > LARGE else "float64"))
+    return kind
+
+
+def moved(model: Any, device: str | None, dtype: str | None) -> Any:
+    """The model in the type and on the device that were asked for, or one line that says why not."""
+    from topograd.runs.device import usable_device
+
+    where = None if device is None else usable_device(device)
+    kind = wanted_type(dtype, sum(parameter.numel() for parameter in model.parameters()))
     try:
-        found = model.to(device=args.device, dtype=kind)
+        found = model.to(device=where, dtype=kind)
         next(found.parameters()).double()  # directions are followed in float64
     except (RuntimeError, AssertionError, TypeError) as problem:
         reason = " ".join(str(problem).split())[:120]
         raise ConfigError(
-            f"--device {args.device} cannot be used ({reason})", remedy="choose cpu or cuda"
+            f"--device {device} cannot be used ({reason})", remedy="choose cpu or cuda"
         ) from None
     return found
 
@@ -254,16 +260,20 @@ def _stream_table(results: Mapping[str, Any]) -> Table | None:
 
 
 def _directions(results: Mapping[str, Any]) -> Table:
-    table = _table("Directions", "layer", "kind", "order", "interval", "Fisher", "of λ", "dimensions")
+    table = _table(
+        "Directions", "layer", "kind", "order", "interval", "Fisher", "share", "90 %", "dimensions"
+    )
     for one in results["directions"]:
-        interval = one["interval"]
+        interval, share = one["interval"], one["share"]
+        around = share and share["interval"]
         table.add_row(
             one["layer"],
             one["kind"],
             DASH if one["order"] is None else str(one["order"]),
             DASH if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
             DASH if one["fisher"] is None else f"{one['fisher']:.1e}",
-            DASH if one["share"] is None else f"{one['share']:g}",
+            DASH if share is None else f"{share['value']:.3f}",
+            f"{around[0]:.3f} to {around[1]:.3f}" if around else DASH,
             str(one["dimensions"]),
         )
     return table

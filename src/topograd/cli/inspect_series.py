@@ -62,11 +62,11 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
             def outputs(model: Any, inputs: Tensor, plan: Any = plan, last: int = last) -> Tensor:
                 return stage_logits(model, plan, last, inputs)
 
-            stack = moved(session.stack, args)
+            stack = moved(session.stack, args.device, args.dtype)
             if reader is None:
-                reader = SeriesReader(probe_batches(session, args)[:MAX_BATCHES], outputs, SAMPLING)
+                reader = SeriesReader(probe_batches(session, args.text)[:MAX_BATCHES], outputs, SAMPLING)
                 torch.manual_seed(session.config.seed)
-                fresh = moved(build_stack(session.config)[0].eval(), args)
+                fresh = moved(build_stack(session.config)[0].eval(), args.device, args.dtype)
                 random = SeriesReader(reader.batches, outputs, None).read(fresh, 0)
             points.append(reader.read(stack, session.step))
         on_more(len(names), len(names))

@@ -6,6 +6,7 @@ Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; 
 from topograd.effective_rank import effective_rank
 from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
 from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
+from topograd.geometry.finite_share import Share, read_share
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
 from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning, anisotropy
@@ -16,8 +17,9 @@ from topograd.geometry.paths import OrderReading, Path, read_order
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
 from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
 from topograd.geometry.safe_directions import MapReading, adapter_directions, read_maps
-from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient, learning_coefficient
+from topograd.geometry.singular.coefficient import LearningCoefficient, learning_coefficient
 from topograd.geometry.singular.invariants import rlct, singular_fluctuation
+from topograd.geometry.singular.langevin import Langevin
 
 __all__ = [
     "Alarm",
@@ -41,6 +43,7 @@ __all__ = [
     "OrderReading",
     "Path",
     "Rate",
+    "Share",
     "SquaredError",
     "StreamMonitor",
     "StreamProfile",
@@ -60,6 +63,7 @@ __all__ = [
     "read_maps",
     "read_order",
     "read_phase",
+    "read_share",
     "rlct",
     "singular_fluctuation",
     "weight_norm",

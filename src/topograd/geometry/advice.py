@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+FREE = 0.45
+"""The share below which, with its whole interval, a direction is called partly free."""
+
 
 def advice(record: Mapping[str, Any]) -> list[str]:
     """The sentences, most useful first."""
@@ -135,9 +138,34 @@ def _directions(record: Mapping[str, Any]) -> list[str]:
         )
     elif live:
         sentences.append(f"{len(live)} followed directions are live: λ counts each as one half.")
+    sentences += _shares([*live, *dead])
     if record["refused"]:
         sentences.append(f"{len(record['refused'])} readings were not possible; the reasons are listed.")
     return sentences
+
+
+def _shares(directions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the shares at the scale of the data mean."""
+    read = [one for one in directions if one.get("share") and not one["layer"].startswith("joint")]
+    if not read:
+        return []
+    free = [one for one in read if one["share"]["interval"] and one["share"]["interval"][1] < FREE]
+    least = min(read, key=lambda one: one["share"]["value"])
+    total = sum(one["share"]["value"] for one in read)
+    words = (
+        f"At the scale of the text that was read (nβ = {least['share']['n_beta']:.0f}) the {len(read)} "
+        f"followed directions count {total:.2f} of λ together, where one half each would be a direction that "
+        "this text fixes."
+    )
+    if free:
+        words += (
+            f" {len(free)} count clearly less ({_names(free)}): the text leaves them partly free, and "
+            f"weights may move there further than their Fisher says. The least is "
+            f"{least['share']['value']:.2f} ({least['layer']})."
+        )
+    else:
+        words += " None counts clearly less: this text fixes each of them, and the quadratic picture holds."
+    return [words]
 
 
 def _names(directions: Sequence[Mapping[str, Any]]) -> str:

@@ -13,12 +13,15 @@ Statement. Around the weights w* of a checkpoint, and on a probe batch of its da
     7  λ             a direction of order k adds 1/(2k); where the parts of a joint mode are components that
                      cross, anchored lines give their orders, and λ, m follow; ν is that of one component
 
+    8  a share       λ_i(nβ) of every direction at nβ = n / log n of the n loss terms that were read
+                     (`finite_share.py`), and its order at w* itself with its crossover (`jets.py`)
+
 A symmetry's tangent, if not taken out, would read as k = 2: its orbit bends away from the straight line.
-A checkpoint of a trained network is not at a singularity: nearly every direction has k = 1, and how flat it
-is, 2K/t² at the smallest t, is then the reading.
+A checkpoint of a trained network is not at a singularity: nearly every direction has k = 1. How flat it is,
+2K/t² at the smallest t, and its share are then the reading.
 
 Symbols and shapes. u (d_in), v (d_out) of a layer; t in units in which live directions are of size 1.
-Cost: that of `inspect`, and a forward pass of the probe for each t of each scan, from the first layer that
+Cost: that of `inspect`, and some forty forward passes of the probe for each scan, from the first layer that
 moves on. At most `SCANNED` / parameters directions are scanned, the flattest first, 24 at least.
 Source: "Dead Directions: Geometric Singular Learning", Corollary 28 (the lift), §5.1, §10.1 (the quotient),
 §12.1 (static readings), §13 (crossings).
@@ -28,6 +31,7 @@ Nothing here is a rate of training. What cannot be said is in `refused`, with it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -38,7 +42,9 @@ from torch import Tensor, nn
 from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
 from topograd.geometry.factors import Batch, Outputs, each_batch
+from topograd.geometry.finite_share import Share, share_along
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
+from topograd.geometry.jets import Jet
 from topograd.geometry.line_scan import Probe, short_example
 from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError
 from topograd.geometry.paths import Likelihood
@@ -80,8 +86,12 @@ class DirectionReading:
     """Of half the slope of K: the middle 90 % over bootstrap draws."""
     fisher: float | None = None
     """2 K / t² at the smallest t."""
-    share: float | None = None
-    """What it adds to λ: 1/(2k), or λ of the crossing; 0 for a symmetry."""
+    limit: float | None = None
+    """What it adds to λ as data grow: 1/(2k), or λ of the crossing; 0 for a symmetry."""
+    share: Share | None = None
+    """What it adds to λ at the scale of the data that were read."""
+    jet: Jet | None = None
+    """The order at the checkpoint itself, and where the next power is as large."""
     symmetry_share: float = 0.0
     """How much of the square of v uᵀ lies along symmetry orbits; it was taken out."""
     dimensions: int = 1
@@ -142,11 +152,13 @@ def read_checkpoint(
     refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
     if not (softmax or loss is None or loss == "squared-error" or isinstance(loss, SquaredError)):
         refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
+    n_beta = inspection.terms / math.log(max(inspection.terms, 3))
     symmetries = [
         DirectionReading(
             one.names[0].removesuffix(".weight"),
             "symmetry",
-            share=0.0,
+            limit=0.0,
+            share=Share(n_beta, 0.0, (0.0, 0.0)),
             symmetry_share=1.0,
             dimensions=one.dimensions(probe.parameters),
             group=one.group,
@@ -154,11 +166,11 @@ def read_checkpoint(
         )
         for one in search.symmetries
     ]
-    candidates = sorted(_candidates(model, factors), key=lambda one: one.flatness)
+    candidates = sorted(_candidates(model, factors, inspection.layouts), key=lambda one: one.flatness)
     most = scans or max(MIN_SCANS, int(SCANNED / max(parameters, 1)))
     if len(candidates) > most:
         refused.append(f"{len(candidates) - most} layers were not scanned, the flattest {most} were: --scans")
-    scanner = _Scanner(probe, search.symmetries, refused)
+    scanner = _Scanner(probe, search.symmetries, refused, n_beta)
     total = min(most, len(candidates)) + 1
     readings: list[DirectionReading] = []
     for done, candidate in enumerate(candidates[:most]):
@@ -170,7 +182,7 @@ def read_checkpoint(
         on_scan(total, total)
     places = {name: place for place, name in enumerate(factors)}
     readings.sort(key=lambda one: places[one.layer])
-    inspection = replace(inspection, factors={})  # they are large, and no longer needed
+    inspection = replace(inspection, factors={}, layouts={})  # they are large, and no longer needed
     return CheckpointReading(inspection, (*symmetries, *joint, *readings), tuple(dict.fromkeys(refused)))
 
 
@@ -188,8 +200,12 @@ class Candidate:
 class _Scanner:
     """Scans directions, and stores those that a joint mode may be made of."""
 
-    def __init__(self, probe: Probe, symmetries: Sequence[Symmetry], refused: list[str]) -> None:
+    def __init__(
+        self, probe: Probe, symmetries: Sequence[Symmetry], refused: list[str], n_beta: float
+    ) -> None:
         self._probe, self._symmetries, self._refused = probe, symmetries, refused
+        self._n_beta = n_beta
+        self._has_jets = True
         self._flat: dict[str, Parts] = {}
         self._moving: dict[str, tuple[Parts, Tensor]] = {}
 
@@ -206,7 +222,11 @@ class _Scanner:
     def _read(self, layer: str, raw: Parts) -> DirectionReading:
         left, along = without_symmetries(raw, self._symmetries, self._probe.parameters)
         if along > ALONG:
-            return DirectionReading(layer, "symmetry", share=0.0, symmetry_share=along, moves=tuple(left))
+            none = Share(self._n_beta, 0.0, (0.0, 0.0))
+            moves = tuple(left)
+            return DirectionReading(
+                layer, "symmetry", limit=0.0, share=none, symmetry_share=along, moves=moves
+            )
         ratio = length(raw) / length(left)
         parts = {name: ratio * part for name, part in left.items() if part.any()}
         reading, change = self._scan(layer, parts)
@@ -218,7 +238,22 @@ class _Scanner:
             )
         else:
             self._moving[layer] = (parts, change)
-        return replace(reading, symmetry_share=along)
+        return self._at_scale(replace(reading, symmetry_share=along), parts)
+
+    def _at_scale(self, reading: DirectionReading, parts: Parts) -> DirectionReading:
+        """The same with its share and its jet, or the reasons why not."""
+        share = jet = None
+        try:
+            share = share_along(lambda grid: self._probe.curve(parts, grid), self._n_beta, self._probe.floor)
+        except GeometryError as problem:
+            self._refused.append(f"{reading.layer}: no share: {problem}")
+        if self._has_jets:
+            try:
+                jet = self._probe.jet(parts)
+            except (RuntimeError, NotImplementedError) as problem:  # of torch, where a derivative is missing
+                self._has_jets = False
+                self._refused.append(f"no jets: {' '.join(str(problem).split())[:120]}")
+        return replace(reading, share=share, jet=jet)
 
     def _scan(
         self, layer: str, parts: Parts, held: Parts | None = None
@@ -233,7 +268,7 @@ class _Scanner:
         above = [(t, value) for t, value in zip(grid.tolist(), values, strict=True) if value > floor]
         moves = tuple(parts)
         if not above:
-            return DirectionReading(layer, "dead", fisher=0.0, share=0.0, moves=moves), None
+            return DirectionReading(layer, "dead", fisher=0.0, limit=0.0, moves=moves), None
         fisher = 2 * above[0][1] / above[0][0] ** 2
         rate = fit_rate(grid, values, floor=floor, estimator="KL divergence")
         half = None if rate.slope is None else rate.slope / 2
@@ -265,7 +300,8 @@ class _Scanner:
                 _sum(self._flat.values()), self._symmetries, self._probe.parameters
             )
             reading, _ = self._scan(f"joint: {', '.join(self._flat)}", left)
-            readings.append(self._with_crossing(replace(reading, symmetry_share=along)))
+            crossing = self._with_crossing(replace(reading, symmetry_share=along))
+            readings.append(self._at_scale(crossing, left))
         if len(self._moving) > 1:
             readings.append(self._flattest_mixture())
         return readings
@@ -280,7 +316,7 @@ class _Scanner:
         leading = weights.abs().argsort(descending=True)[:3].tolist()
         names = [list(self._moving)[i] for i in leading]
         more = f" and {len(self._moving) - 3} more" if len(self._moving) > 3 else ""
-        return self._scan(f"joint: {', '.join(names)}{more}", parts)[0]
+        return self._at_scale(self._scan(f"joint: {', '.join(names)}{more}", parts)[0], parts)
 
     def _with_crossing(self, reading: DirectionReading) -> DirectionReading:
         """Orders of a joint mode's parts on anchored lines; λ and m if they add up to the mode's own."""
@@ -298,31 +334,45 @@ class _Scanner:
         coefficient, multiplicity = rlct(known)
         crossing = {"orders": orders, "rlct": coefficient, "multiplicity": multiplicity}
         alone = singular_fluctuation(max(known)) if multiplicity == 1 else None
-        return replace(reading, share=coefficient, crossing=crossing, fluctuation=alone)
+        return replace(reading, limit=coefficient, crossing=crossing, fluctuation=alone)
 
 
-def _candidates(model: nn.Module, factors: Mapping[str, tuple[Factor, Factor | None]]) -> Iterator[Candidate]:
+def _candidates(
+    model: nn.Module,
+    factors: Mapping[str, tuple[Factor, Factor | None]],
+    layouts: Mapping[str, tuple[str, Tensor]],
+) -> Iterator[Candidate]:
     """The flattest increment of every layer, in the shape of its parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
     for layer, (A, G) in factors.items():
-        owner = aliases[layer] if layer in aliases else aliases[f"{layer}.weight"]
-        name, weight = names[id(owner)], owner.detach()
+        base, places = layouts.get(layer, (layer if layer in aliases else f"{layer}.weight", None))
+        owner = aliases[base]
+        name, weight = names[id(owner)], owner.detach().flatten()
+        weight = weight if places is None else weight[places.flatten()]
         u = flattest(A)
         if weight.numel() % len(u):
             continue
         size = weight.numel() // len(u)
         G = torch.eye(size, dtype=torch.float64, device=u.device) if G is None else G
         v = flattest(G)
-        turned = weight.shape[-1] != len(u) or type(modules.get(layer)).__name__ == "Conv1D"
+        turned = owner.shape[-1] != len(u) or type(modules.get(layer)).__name__ == "Conv1D"
         scale = float(weight.double().norm()) / min(len(u), size) ** 0.5 or 1.0
         flatness = scale**2 * _along(A, u) * _along(G, v)
 
         def parts(
-            v: Tensor, u: Tensor, name: str = name, scale: float = scale, turned: bool = turned
+            v: Tensor,
+            u: Tensor,
+            name: str = name,
+            scale: float = scale,
+            turned: bool = turned,
+            places: Tensor | None = places,
         ) -> Parts:
             weight = model.get_parameter(name)
             increment = scale * torch.outer(v, u).to(weight.device)
+            if places is not None:
+                empty = increment.new_zeros(weight.numel())
+                return {name: empty.index_copy_(0, places.flatten(), increment.flatten()).view(weight.shape)}
             return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
 
         def others(

@@ -77,6 +77,8 @@ class Inspection:
     """The readings of one pass over the batches."""
 
     parameters: int
+    terms: int
+    """n, the loss terms that were read."""
     loss: str | None
     fisher: Fisher | None
     resolution: float
@@ -92,11 +94,13 @@ class Inspection:
     """What could not be read, and why."""
     factors: Mapping[str, tuple[Factor, Factor | None]] = field(default_factory=dict, repr=False)
     """A and G of every layer; not in `as_dict`."""
+    layouts: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict, repr=False)
+    """Of rearranged weights the parameter and the place of every entry (d_out, d_in); not in `as_dict`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, words and lists, as JSON holds them."""
-        plain: dict[str, Any] = asdict(replace(self, factors={}))
-        del plain["factors"]
+        plain: dict[str, Any] = asdict(replace(self, factors={}, layouts={}))
+        del plain["factors"], plain["layouts"]
         for name in ("stream", "stream_without_massive"):
             if (profile := getattr(self, name)) is not None:
                 derived = {"ratios": list(profile.ratios), "trend": profile.trend, "verdict": profile.verdict}
@@ -157,6 +161,7 @@ def inspect(
     stream, without = _profiles(stream_monitor, notes)
     return Inspection(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        terms=terms,
         loss=None if loss is None else chosen.name,
         fisher=None if loss is None else fisher,
         resolution=resolution,
@@ -170,6 +175,7 @@ def inspect(
         uncovered=uncovered,
         notes=tuple(notes),
         factors=factors,
+        layouts=tracer.layouts,
     )
 
 

@@ -9,19 +9,24 @@ and a `Reducer` sees first the rows h and later, in the backward pass, the rows 
     F.linear(x, W)                      nn.Linear, attention projections (a fused QKV is one layer), heads
     torch.addmm(b, x, W), x @ W         the Conv1D of Hugging Face; here W is (d_in, d_out)
     torch.conv1d, torch.conv2d          with one group; a row is a patch, d_in = channels · kernel positions
+    torch.einsum("bsd,hde->bshe", x, W) whose sums run over all that W and x share
+    nn.MultiheadAttention               its packed projection and its output; of cross-attention, three blocks
+
+The weight may be rearranged before (`W.T`, `rearrange`, `split`, a slice): `rearranged.py`.
 
 The calls themselves are watched, not the modules, so a matrix that is used without a module is seen too, and
 a parameter with several names or several calls has one set of factors, over all its calls. Its layer is
-called by the first of its names that is not an embedding's, without `.weight`. Whatever else happens to a
-parameter (a lookup, a norm, a grouped convolution, a product by nn.MultiheadAttention) is kept as a reason
-why it is not covered. The block of a bias b needs no factor of its own: it is G.
+called by the first of its names that is not an embedding's, without `.weight`; a block of its rows that is
+used alone is a layer of its own, `name[0:64]`. Whatever else happens to a parameter (a lookup, a norm, a
+grouped convolution) is kept as a reason why it is not covered. The block of a bias b needs no factor of its
+own: it is G.
 
 Symbols and shapes. `inputs(x)`: (M, d_in); `gradients(δ)`: (M, d_out). M = batch · positions.
 Cost. A few microseconds for each torch function that the model calls.
 Source: "Dead Directions: Geometric Singular Learning", §2 (K-FAC factorisation); convolutions as in "A
 Kronecker- factored approximate Fisher matrix for convolution layers" (R. Grosse, J. Martens).
-Limits. Compiled and scripted models hide their calls. x @ W.T and W x are not recognised: they are listed as
-not covered. Activations must not be recomputed in the backward pass (no gradient checkpointing).
+Limits. Compiled and scripted models hide their calls. W x is not recognised: it is listed as not covered.
+Activations must not be recomputed in the backward pass (no gradient checkpointing).
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from topograd.geometry.host_copy import check_finite
+from topograd.geometry.rearranged import ATTENTION_BODY, REARRANGING, View, einsum_of, row_block
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Call:
     gradients: Callable[[Tensor], Tensor]
     sides: tuple[int, int]
     """d_in and d_out."""
+    matrix: Callable[[Tensor], Tensor] = lambda weight: weight
+    """From a tensor in the weight's shape to (d_out, d_in)."""
 
 
 class Reducer(Protocol):
@@ -81,10 +89,19 @@ class CallTracer(TorchFunctionMode):
         self._names: dict[int, list[str]] = {}  # every name of every parameter, by identity
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
+        self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._layers = {key: _layer_name(model, names) for key, names in self._names.items()}
         self._covered: dict[int, str] = {}  # parameter -> the layer that has its factors
         self._reached: set[str] = set()
         self._reasons: dict[int, str] = {}
+        self._views: dict[int, View] = {}  # by identity, of this pass
+        self._blocks: dict[str, list[str]] = {}  # layer -> blocks of its rows that are used alone
+        self.layouts: dict[str, tuple[str, Tensor]] = {}
+        """Of layers with a rearranged weight: the parameter, and where in it each entry (d_out, d_in) is."""
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        self._views.clear()
 
     def __torch_function__(
         self,
@@ -94,27 +111,77 @@ class CallTracer(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return ATTENTION_BODY(*args, **kwargs)
         result = func(*args, **kwargs)
-        held = [key for key in _identities((*args, *kwargs.values())) if key in self._names]
+        seen = list(_identities((*args, *kwargs.values())))
+        held = [self._views[key].parameter if key in self._views else key for key in seen]
+        held = [key for key in held if key in self._names]
         parts = result if isinstance(result, list | tuple) else [result]
         if not held or not any(isinstance(part, Tensor) for part in parts):  # a shape is not a use
             return result
+        if func in REARRANGING and seen and self._rearrange(func, args, kwargs, parts):
+            return result
         call = recognise(func, args, kwargs)
-        if isinstance(call, Call) and id(call.weight) in self._names:
-            layer = self._layers[id(call.weight)]
-            refused = self._reducer.refuses(layer, call.sides)
+        refused: str | None = call if isinstance(call, str) else f"used by {_name_of(func)}"
+        if isinstance(call, Call) and (key := self._parameter(call.weight)) is not None:
+            layer = self._layer_of(call, key, func)
+            refused = None if layer is None else self._reducer.refuses(layer, call.sides)
+            if layer is None:
+                layer, refused = self._layers[key], "used by a part of it that is no block of rows"
             if not torch.is_grad_enabled():
                 refused = "used where the model switches gradients off"
             if refused is None:
-                own = {id(call.weight), id(call.bias)}
-                self._covered.update((key, layer) for key in held if key in own)
-                self._reasons.update((key, f"an input of {layer}") for key in held if key not in own)
+                own = {key, id(call.bias)}
+                if call.bias is not None and id(call.bias) in self._views:
+                    own.add(self._views[id(call.bias)].parameter)
+                self._covered.update((one, layer) for one in held if one in own)
+                self._reasons.update((one, f"an input of {layer}") for one in held if one not in own)
                 return self._follow(layer, call, result)
-        else:
-            refused = call if isinstance(call, str) else f"used by {_name_of(func)}"
         for key in held:
-            self._reasons.setdefault(key, refused)
+            self._reasons.setdefault(key, str(refused))
         return result
+
+    def _parameter(self, weight: Tensor) -> int | None:
+        """The parameter that a weight is, or is a rearrangement of."""
+        key = self._views[id(weight)].parameter if id(weight) in self._views else id(weight)
+        return key if key in self._names else None
+
+    def _rearrange(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: Iterable[Any]
+    ) -> bool:
+        """Do to the places of a weight's entries what is done to the weight; False if it is not the first."""
+        weight = args[0] if args else None
+        if not isinstance(weight, Tensor) or (key := self._parameter(weight)) is None:
+            return False
+        places = func(self._places(weight), *args[1:], **kwargs)
+        every = places if isinstance(places, list | tuple) else [places]
+        for part, where in zip(parts, every, strict=True):
+            self._views[id(part)] = View(part, key, where)
+        return True
+
+    def _places(self, weight: Tensor) -> Tensor:
+        """Where in its parameter each entry of a weight is."""
+        if id(weight) in self._views:
+            return self._views[id(weight)].places
+        return torch.arange(weight.numel(), device=weight.device).view(weight.shape)
+
+    def _layer_of(self, call: Call, key: int, func: Callable[..., Any]) -> str | None:
+        """The layer of a call: the parameter's, or a block of its rows; None if it is neither."""
+        layer = self._layers[key]
+        if id(call.weight) not in self._views and func is not torch.einsum:
+            return layer
+        places = call.matrix(self._places(call.weight))
+        block = row_block(places, self._shapes[key])
+        if block is None:
+            return None
+        if block:
+            blocks = self._blocks.setdefault(layer, [])
+            layer += block
+            blocks += [layer] if layer not in blocks else []
+        self.layouts[layer] = (self._names[key][0], places)
+        return layer
 
     def _follow(self, layer: str, call: Call, output: Tensor) -> Tensor:
         """Pass on the inputs now, the gradients when they arrive; begin the graph here if none is before."""
@@ -133,7 +200,12 @@ class CallTracer(TorchFunctionMode):
 
     def layers(self) -> list[str]:
         """The layers that a gradient reached, in the order of the model's parameters."""
-        return [name for name in dict.fromkeys(self._layers.values()) if name in self._reached]
+        every = [
+            name
+            for layer in dict.fromkeys(self._layers.values())
+            for name in (layer, *self._blocks.get(layer, ()))
+        ]
+        return [name for name in every if name in self._reached]
 
     def uncovered(self) -> dict[str, str]:
         """Each parameter that has no factors, or a use beside those in its factors, and the reason."""
@@ -168,7 +240,9 @@ def recognise(
         if isinstance(weight, Tensor) and weight.dim() == 2:
             bias = added[0] if added and added[0].dim() == 1 else None
             d_in, d_out = weight.shape
-            return Call(weight, bias, x, _rows, _rows, (d_in, d_out))
+            return Call(weight, bias, x, _rows, _rows, (d_in, d_out), lambda weight: weight.mT)
+    if func is torch.einsum and len(args) == 3 and not kwargs:
+        return _einsum(*args)
     if func in _CONVOLUTIONS:
         return _convolution(_CONVOLUTIONS[func], args, kwargs)
     return None
@@ -176,6 +250,16 @@ def recognise(
 
 _PRODUCTS = {torch.addmm, torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__}
 _CONVOLUTIONS: dict[Callable[..., Any], int] = {torch.conv1d: 1, torch.conv2d: 2}
+
+
+def _einsum(equation: str, x: Tensor, weight: Tensor) -> Call | None:
+    """A sum over all that x and the weight, which comes second, have in common."""
+    found = einsum_of(equation, x.dim(), weight.dim()) if isinstance(weight, Tensor) else None
+    if found is None:
+        return None
+    rows, gradients, matrix = found
+    d_out, d_in = matrix(weight.detach()).shape
+    return Call(weight, None, x, rows, gradients, (d_in, d_out), matrix)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -201,7 +285,8 @@ def _convolution(dims: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return _rows(gradient.movedim(-dims - 1, -1))
 
     sides = (weight[0].numel(), weight.shape[0])
-    return Call(weight, given.get("bias"), given["input"], patches, channels_last, sides)
+    bias, source = given.get("bias"), given["input"]
+    return Call(weight, bias, source, patches, channels_last, sides, lambda weight: weight.flatten(1))
 
 
 def _patches(

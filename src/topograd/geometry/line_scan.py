@@ -31,8 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
 from topograd.geometry.host_copy import check_finite
+from topograd.geometry.jets import Jet, read_jet
 from topograd.geometry.monitors.stream import find_layers
-from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence
+from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence, each_divergence
 
 BUCKETS = 2048
 FLOOR = 30.0
@@ -85,12 +86,30 @@ class Probe:
         self, parts: Mapping[str, Tensor], grid: Tensor, held: Mapping[str, Tensor] | None = None
     ) -> tuple[list[float], Tensor]:
         """K at w* + held + t parts for every t of the grid, and a sketch of the change at its first t."""
+        first, *rest = grid.tolist()
+        (after,) = self._outputs_along(parts, [first], held)
+        values = [divergence(self.before, after, self._likelihood)]
+        values += self.curve(parts, grid[1:], held).mean(1).tolist() if rest else []
+        return values, self._sketch(after) / first
+
+    def curve(
+        self, parts: Mapping[str, Tensor], grid: Tensor, held: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """K of every sample (points, samples) at the same places; t may be below 0."""
+        return torch.stack(
+            [
+                each_divergence(self.before, after, self._likelihood)
+                for after in self._outputs_along(parts, grid.tolist(), held)
+            ]
+        )
+
+    def _outputs_along(
+        self, parts: Mapping[str, Tensor], grid: Sequence[float], held: Mapping[str, Tensor] | None
+    ) -> Iterator[Tensor]:
         held = held or {}
         base = {name: self.parameters[name] + part for name, part in held.items()}
-        values: list[float] = []
-        change = self.before.new_zeros(BUCKETS)
         with self._replaying({*parts, *held}):
-            for t in grid.tolist():
+            for t in grid:
                 moved = {
                     name: base.get(name, self.parameters[name]) + t * part for name, part in parts.items()
                 }
@@ -99,10 +118,18 @@ class Probe:
                     raise GeometryError(
                         f"the outputs are not finite at t = {t:.2g} along {', '.join(parts)}", setting="model"
                     )
-                values.append(divergence(self.before, after, self._likelihood))
-                if len(values) == 1:
-                    change = self._sketch(after) / t
-        return values, change
+                yield after
+
+    def jet(self, parts: Mapping[str, Tensor]) -> Jet:
+        """The order at the checkpoint itself, by derivatives."""
+
+        def along(t: Tensor) -> Tensor:
+            moved = {name: self.parameters[name] + t.to(part) * part for name, part in parts.items()}
+            with sdpa_kernel(SDPBackend.MATH):  # the only one with a forward-mode derivative
+                return self._network({**self._start, **moved}, self._inputs)
+
+        with self._replaying(set(parts)):
+            return read_jet(along, lambda c: float(self._centred(c).square().sum()) / 2, self.floor)
 
     def _sketch(self, after: Tensor) -> Tensor:
         """Random sums of √p (d - E_p d), or of d, over √samples: squares add up to the Fisher."""

@@ -184,12 +184,17 @@ def divergences(
 
 def divergence(before: Tensor, after: Tensor, likelihood: Likelihood) -> float:
     """KL(before ‖ after) of outputs (samples, ..., outputs), a mean over all but the last dimension."""
+    return each_divergence(before, after, likelihood).mean().item()
+
+
+def each_divergence(before: Tensor, after: Tensor, likelihood: Likelihood) -> Tensor:
+    """The same of every sample by itself, all dimensions but the last in one."""
     before, after = before.flatten(0, -2), after.flatten(0, -2)
     if likelihood == "squared-error":
-        return (after - before).square().sum(-1).mean().item() / 2
+        return (after - before).square().sum(-1) / 2
     before = before.log_softmax(-1)
     d = after.log_softmax(-1) - before
-    return (before.exp() * excess_exp(d)).sum(-1).mean().item()
+    return (before.exp() * excess_exp(d)).sum(-1)
 
 
 def excess_exp(a: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ from topograd.geometry.factors import Batch, Outputs, outputs_of
 from topograd.geometry.monitors.early_warning import DEVIATIONS, NORMAL, SLACK
 from topograd.geometry.monitors.phase import weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor
-from topograd.geometry.singular.coefficient import Langevin, learning_coefficient
+from topograd.geometry.singular.coefficient import learning_coefficient
+from topograd.geometry.singular.langevin import Langevin
 
 Array = NDArray[np.float64]
 SHARE = 0.75

@@ -186,7 +186,7 @@ def direction_panel(record: Mapping[str, Any]) -> Panel:
     every = record["directions"]
     followed = [one for one in every if one["fisher"] is not None and one["group"] is None]
     groups = [one for one in every if one["group"] is not None]
-    header = ("layer", "kind", "order", "interval", "Fisher", "of λ", "dimensions", "group")
+    header = ("layer", "kind", "order", "interval", "Fisher", "share", "dimensions", "group")
     cells = tuple(_direction_cells(one) for one in every)
     table = Table("Directions", header, cells)
     caption = (
@@ -229,7 +229,7 @@ def _direction_cells(one: Mapping[str, Any]) -> tuple[str, ...]:
         "–" if one["order"] is None else whole(one["order"]),
         "–" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
         "–" if one["fisher"] is None else f"{one['fisher']:.1e}",
-        "–" if one["share"] is None else f"{one['share']:g}",
+        "–" if one["share"] is None else f"{one['share']['value']:.3f}",
         whole(one["dimensions"]),
         one["group"] or "",
     )

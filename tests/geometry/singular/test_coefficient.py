@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from raising import refused
 from topograd.errors import DivergenceError, GeometryError
 from topograd.geometry import learning_coefficient
-from topograd.geometry.singular.coefficient import Langevin
+from topograd.geometry.singular.langevin import Langevin, Noise
 from topograd.nn.gpt import GPT
 
 FEW = Langevin(burn_in=60, draws=40, thin=4, chains=3)
@@ -187,3 +187,46 @@ def test_tied_frozen_and_quantised_models() -> None:
     packed[0]._packed_params = object()
     with refused(GeometryError, setting="model", given="0"):
         learning_coefficient(packed, "squared-error", (torch.ones(4, 3), torch.ones(4, 3)))
+
+
+def test_noise_is_made_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    drawn: list[torch.device] = []
+    generator, randn = torch.Generator, torch.randn
+
+    def make(device: torch.device) -> torch.Generator:
+        made.append(device)
+        return generator()
+
+    def draw(shape: Any, *, device: torch.device, **more: Any) -> Tensor:
+        drawn.append(device)
+        return randn(shape, **more)
+
+    monkeypatch.setattr(torch, "Generator", make)
+    monkeypatch.setattr(torch, "randn", draw)
+    noise, there = Noise(0), torch.empty(3, device="meta", dtype=torch.float64)
+    assert not torch.equal(noise.like(there), noise.like(there))
+    assert drawn == [there.device] * 2
+    assert made == [there.device], "one generator a device, and no other"
+
+
+def test_a_step_is_found_for_the_preconditioner_that_takes_it() -> None:
+    """One weight is 64 times sharper: RMSprop evens it out, and bears a larger step for the other."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False).double()
+    x = torch.randn(200, 2).double() * torch.tensor([8.0, 1.0]).double()
+    y = model(x).detach() + torch.randn(200, 1).double()
+    batches = list(zip(x.split(50), y.split(50), strict=True))
+    results = {
+        kind: learning_coefficient(
+            model,
+            "squared-error",
+            batches,
+            Langevin(burn_in=200, draws=100, precondition=kind, localization=0.0),
+        )
+        for kind in ("none", "rmsprop")
+    }
+    assert results["rmsprop"].step > 2 * results["none"].step
+    assert results["rmsprop"].calibrated, results["rmsprop"].reason
+    assert abs(results["none"].virial - 1) > abs(results["rmsprop"].virial - 1)
+    assert results["rmsprop"].value == pytest.approx(1.0, abs=0.5)

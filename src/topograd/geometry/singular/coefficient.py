@@ -34,72 +34,26 @@ usual. Dropout and batch statistics must be switched off.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from scipy.stats import t as student
 from torch import Tensor, nn
 
-from topograd.errors import DivergenceError, GeometryError
+from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, each_batch
-from topograd.geometry.host_copy import first_not_finite, squared_norm, to_host
 from topograd.geometry.inspection import refuse_quantised
 from topograd.geometry.losses import OwnLoss
-from topograd.geometry.paths import Replaced
 from topograd.geometry.singular.criteria import Waic, waic
-from topograd.geometry.singular.terms import Weights, per_term, refuse_random, sampled_weights
+from topograd.geometry.singular.langevin import Langevin, Noise, OnStep, Target, bearable_step, run_chain
+from topograd.geometry.singular.terms import Weights, sampled_weights
 
 VIRIAL = 0.15
 AGREE = 1.2
 DRIFT = 3.0
 """In standard errors of the difference of the traces' halves."""
-DECAY = 0.99
-"""α"""
-DAMPING = 1e-4
-"""δ, over the mean of √v"""
-TURNS = 12
-"""Of the power iteration for the sharpest direction."""
-TRIALS = 12
-"""Smaller steps that are tried."""
-WANDER = 40
-"""Steps of the short chain that a step is tried with."""
-SLACK = 1.5
-"""By how much a step may pass what the short chain's end bears."""
-LOOK = 32
-"""On a device the losses are looked at every so many steps; a look waits for it."""
-LARGEST_BIAS = 0.05
-"""Of the virial by the step, where the step is looked for."""
-
-
-@dataclass(frozen=True)
-class Langevin:
-    """How to sample; the defaults look for the step themselves."""
-
-    step: float | None = None
-    """ε; None: the largest that the sharpest direction bears"""
-    localization: float = 1.0
-    """γ"""
-    chains: int = 4
-    burn_in: int = 500
-    draws: int = 200
-    thin: int = 5
-    """Steps from one draw to the next"""
-    precondition: Literal["none", "rmsprop"] = "none"
-
-    def __post_init__(self) -> None:
-        if (self.step is not None and not 0 < self.step < math.inf) or not 0 <= self.localization < math.inf:
-            name = "localization" if self.step is None or 0 < self.step < math.inf else "step"
-            allowed = "above 0" if name == "step" else "at least 0"
-            raise GeometryError(setting=name, given=getattr(self, name), allowed=f"finite and {allowed}")
-        for name, least in (("chains", 1), ("draws", 8), ("thin", 1), ("burn_in", 0)):
-            if (given := getattr(self, name)) < least:
-                raise GeometryError(setting=name, given=given, allowed=f"at least {least}")
-        if self.precondition not in ("none", "rmsprop"):
-            raise GeometryError(setting="precondition", given=self.precondition, allowed="none or rmsprop")
 
 
 @dataclass(frozen=True)
@@ -131,6 +85,8 @@ class LearningCoefficient:
     """Of a batch"""
     evaluations: int
     """Of a batch, without a gradient"""
+    losses: Tensor | None = field(default=None, repr=False)
+    """Of every term at every draw, (chains · draws, n): `influence.py`; None as `waic`"""
 
     @property
     def fluctuation(self) -> float | None:
@@ -146,13 +102,16 @@ def learning_coefficient(
     *,
     n_beta: float | None = None,
     weights: str | Sequence[str] | None = None,
+    masks: Mapping[str, Tensor] | None = None,
     outputs: Outputs | None = None,
     seed: int = 0,
+    on_step: OnStep | None = None,
 ) -> LearningCoefficient:
     """λ̂ around the model's weights on these batches (inputs, targets), which are the data.
 
     `loss` is "cross-entropy", "squared-error" (½|f - y|²), or a function to the loss of each term. `weights`
-    restricts the sampling to parameters of these names, or below these modules; other weights stay.
+    restricts the sampling to parameters of these names, or below these modules; other weights stay. `masks`
+    restricts it further to entries of parameters: 1 where a weight moves (`parts.py` makes those of heads).
 
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
     <torch._C.Generator object at ...>
@@ -165,16 +124,16 @@ def learning_coefficient(
     settings = Langevin() if settings is None else settings
     refuse_quantised(model)
     center = sampled_weights(model, weights)
-    target = _Target(model, loss, list(each_batch(batches)), outputs)
-    default = target.terms / math.log(target.terms)
+    target = Target(model, loss, list(each_batch(batches)), outputs, _checked(masks, center, settings))
+    default = default_n_beta(target.terms)
     tempered = default if n_beta is None else n_beta
     if not 0 < tempered < math.inf:
         raise GeometryError(setting="n_beta", given=n_beta, allowed="a positive number")
     if settings.step is None:
-        settings = replace(settings, step=_bearable_step(target, center, tempered, settings, seed))
+        settings = replace(settings, step=bearable_step(target, center, tempered, settings, seed))
     base = target.losses(center)
     chains = [
-        _chain(target, center, tempered, settings, torch.Generator().manual_seed(seed + 1000 * i), i)
+        run_chain(target, center, tempered, settings, Noise(seed + 1000 * i), i, on_step)
         for i in range(settings.chains)
     ]
     terms = torch.stack([chain.terms for chain in chains]).double()  # (chains, draws, terms or 1)
@@ -184,7 +143,6 @@ def learning_coefficient(
     agreement = _agreement(traces)
     reason = _refusal(value, interval, virial, agreement, traces)
     assert settings.step is not None
-    steps = settings.burn_in + settings.draws * settings.thin
     return LearningCoefficient(
         value=value,
         interval=interval,
@@ -196,230 +154,33 @@ def learning_coefficient(
         terms=target.terms,
         n_beta=tempered,
         step=settings.step,
-        weights=sum(w.numel() for w in center.values()),
+        weights=target.moving(center),
         waic=waic(-terms.flatten(0, 1), tempered / target.terms) if target.each_term else None,
         wbic=target.terms * float(terms.mean()) if math.isclose(tempered, default) else None,
-        gradients=settings.chains * steps,
+        gradients=settings.chains * settings.steps,
         evaluations=(settings.chains * settings.draws + 1) * len(target.batches),
+        losses=terms.flatten(0, 1) if target.each_term else None,
     )
 
 
-class _Target:
-    """The data and their loss, at any weights."""
-
-    def __init__(
-        self, model: nn.Module, loss: str | OwnLoss, batches: list[Batch], outputs: Outputs | None
-    ) -> None:
-        refuse_random(model)
-        self._network = Replaced(model, outputs)
-        self._loss = per_term(loss)
-        self.batches = batches
-        if not batches:
-            raise GeometryError(
-                "there are no batches", setting="batches", remedy="give at least one pair (inputs, targets)"
-            )
-        with torch.no_grad():
-            first = [self._of(batch, {}) for batch in batches]
-        self.each_term = all(part.dim() > 0 for part in first)
-        sizes = [
-            part.numel() if part.dim() or targets is None else len(targets)
-            for part, (_, targets) in zip(first, batches, strict=True)
-        ]
-        self.terms = sum(sizes)
-        if self.terms < 3:
-            raise GeometryError(
-                f"there are {self.terms} loss terms",
-                setting="batches",
-                given=self.terms,
-                allowed="at least 3",
-            )
-        self._shares = [size / self.terms for size in sizes]
-
-    def _of(self, batch: Batch, weights: Weights) -> Tensor:
-        inputs, targets = batch
-        if targets is None:
-            raise GeometryError(
-                "a batch has no targets", setting="batches", remedy="give pairs (inputs, targets)"
-            )
-        return self._loss(self._network(weights, inputs), targets)
-
-    @torch.no_grad()
-    def losses(self, weights: Weights) -> Tensor:
-        """Of every term, (n,), or their mean (1,) where the loss gives one number a batch."""
-        parts = [self._of(batch, weights).detach() for batch in self.batches]
-        if self.each_term:
-            return torch.cat([part.flatten() for part in parts]).cpu()
-        return torch.stack([share * part for share, part in zip(self._shares, parts, strict=True)]).sum()[
-            None
-        ]
-
-    def gradient(self, weights: Weights, batch: Batch) -> tuple[Tensor, Weights]:
-        """A batch's mean loss, and its gradient."""
-        learning = {name: w.detach().requires_grad_() for name, w in weights.items()}
-        with torch.enable_grad():
-            value = self._of(batch, learning).mean()
-            gradients = torch.autograd.grad(value, list(learning.values()), allow_unused=True)
-        filled = [
-            torch.zeros_like(w) if g is None else g for w, g in zip(learning.values(), gradients, strict=True)
-        ]
-        return value.detach(), dict(zip(learning, filled, strict=True))
+def default_n_beta(terms: int) -> float:
+    """nβ at the temperature of WBIC."""
+    return terms / math.log(terms)
 
 
-@dataclass(frozen=True)
-class _Chain:
-    terms: Tensor
-    virial: float
-
-
-def _chain(
-    target: _Target,
-    center: Weights,
-    tempered: float,
-    settings: Langevin,
-    generator: torch.Generator,
-    number: int,
-) -> _Chain:
-    """One chain: the losses of its draws, and its virial over all steps after burn-in."""
-    assert settings.step is not None
-    weights = {name: w.clone() for name, w in center.items()}
-    scale = _Preconditioner(settings.precondition, center)
-    draws: list[Tensor] = []
-    values: list[Tensor] = []
-    virial: list[Tensor] = []
-    size = sum(w.numel() for w in center.values())
-    steps = settings.burn_in + settings.draws * settings.thin
-    every = 1 if next(iter(center.values())).device.type == "cpu" else LOOK
-    for i in range(steps):
-        place = int(torch.randint(len(target.batches), (), generator=generator))
-        value, gradient = target.gradient(weights, target.batches[place])
-        values.append(value)
-        if (i + 1) % every == 0 or i + 1 == steps:
-            first = i - i % every
-            for at, loss_value in enumerate(to_host(values[first:]), first):
-                if not math.isfinite(loss_value):
-                    raise DivergenceError(
-                        f"the loss of chain {number} is {loss_value} at step {at}",
-                        setting="step",
-                        given=settings.step,
-                        remedy="choose a smaller one, or leave it out",
-                    )
-        burning = i < settings.burn_in
-        scale.see(gradient, learn=burning)
-        moved: list[Tensor] = []
-        for name, w in weights.items():
-            away = w - center[name]
-            u = tempered * gradient[name] + settings.localization * away
-            moved.append((away * u).sum())
-            noise = _noise(w, generator)
-            M = scale[name]
-            weights[name] = w - settings.step / 2 * M * u + (settings.step * M) ** 0.5 * noise
-        if not burning:
-            virial.append(torch.stack([part.to(moved[0]) for part in moved]))
-            if (i - settings.burn_in + 1) % settings.thin == 0:
-                draws.append(target.losses(weights))
-    each = [sum(parts) / size for parts in to_host(virial)]
-    return _Chain(torch.stack(draws), sum(each) / len(each))
-
-
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Drawn on the CPU, so that a seed means the same on every device, and not waited for on CUDA."""
-    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float32)
-    return drawn.to(like, non_blocking=like.is_cuda)
-
-
-class _Preconditioner:
-    """M of every weight; of mean 1, so that a step means the same with and without."""
-
-    def __init__(self, kind: str, center: Weights) -> None:
-        self._kind = kind
-        self._v = {name: torch.zeros_like(w) for name, w in center.items()}
-        self._M: Weights | None = None
-
-    def see(self, gradient: Weights, learn: bool) -> None:
-        if self._kind == "none" or not learn:
-            return
-        for name, g in gradient.items():
-            self._v[name].mul_(DECAY).addcmul_(g, g, value=1 - DECAY)
-        self._M = None
-
-    def __getitem__(self, name: str) -> Tensor | float:
-        if self._kind == "none":
-            return 1.0
-        if self._M is None:
-            roots = {key: v.sqrt() for key, v in self._v.items()}
-            count = sum(root.numel() for root in roots.values())
-            mean = _total(roots) / count
-            mean = torch.where(mean == 0, 1.0, mean)
-            raw = {key: 1 / ((DAMPING * mean).to(root) + root) for key, root in roots.items()}
-            size = _total(raw) / count
-            self._M = {key: part / size.to(part) for key, part in raw.items()}
-        return self._M[name]
-
-
-def _total(parts: Weights) -> Tensor:
-    """The sum over all tensors, in order, in float64 where the device has it."""
-    has_none = any(part.device.type == "mps" for part in parts.values())
-    first, *others = (part.sum().to(torch.float32 if has_none else torch.float64) for part in parts.values())
-    return functools.reduce(torch.add, others, first)
-
-
-def _bearable_step(target: _Target, center: Weights, tempered: float, settings: Langevin, seed: int) -> float:
-    """ε with ε c / 4 ≤ LARGEST_BIAS for the sharpest curvature c at w*, and about so where a chain gets.
-
-    At a singular w* the curvature may be 0 that a chain meets one step away.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def bearable(weights: Weights, turns: int) -> float:
-        sharpest = _sharpest(target, weights, turns, generator)
-        return 4 * LARGEST_BIAS / max(tempered * sharpest + settings.localization, 1e-12)
-
-    step = bearable(center, TURNS)
-    for _ in range(TRIALS):
-        reached = _wandered(target, center, tempered, settings.localization, step, generator)
-        most = step / 4 if reached is None else bearable(reached, TURNS // 3)
-        if step <= SLACK * most:
-            break
-        step = max(most, step / 4)
-    return step
-
-
-def _sharpest(target: _Target, weights: Weights, turns: int, generator: torch.Generator) -> float:
-    """The largest curvature of batches at these weights that power iteration finds."""
-    x = {name: _noise(w, generator) for name, w in weights.items()}
-    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(squared_norm(weights.values())), 1e-3)
-    for i in range(turns):
-        size = math.sqrt(squared_norm(x.values())) or 1.0
-        batch = target.batches[i % len(target.batches)]
-        ahead = {name: w + reach / size * x[name] for name, w in weights.items()}
-        behind = {name: w - reach / size * x[name] for name, w in weights.items()}
-        up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
-        x = {name: (up[name] - down[name]) / (2 * reach) for name in weights}
-        sharpest = max(sharpest, math.sqrt(squared_norm(x.values())))
-    if not math.isfinite(sharpest):
-        raise DivergenceError(
-            "the loss is not finite around the weights", setting="model", remedy="give a trained model"
-        )
-    return sharpest
-
-
-def _wandered(
-    target: _Target, center: Weights, tempered: float, pull: float, step: float, generator: torch.Generator
-) -> Weights | None:
-    """Where a short chain with this step gets; None if it diverges."""
-    weights = center
-    for i in range(WANDER):
-        value, gradient = target.gradient(weights, target.batches[i % len(target.batches)])
-        if not math.isfinite(value):
-            return None
-        moved = {}
-        for name, w in weights.items():
-            u = tempered * gradient[name] + pull * (w - center[name])
-            noise = _noise(w, generator)
-            moved[name] = w - step / 2 * u + step**0.5 * noise
-        weights = moved
-    finite = first_not_finite(weights) is None
-    return weights if finite and math.isfinite(target.gradient(weights, target.batches[0])[0]) else None
+def _checked(
+    masks: Mapping[str, Tensor] | None, center: Weights, settings: Langevin
+) -> Mapping[str, Tensor] | None:
+    """Masks of sampled parameters, in their shape and type."""
+    if not masks:
+        return None
+    if settings.precondition != "none":
+        raise GeometryError(setting="precondition", given=settings.precondition, allowed="none with masks")
+    for name, mask in masks.items():
+        if name not in center or mask.shape != center[name].shape or not mask.any():
+            allowed = "a tensor in the shape of a sampled parameter, with an entry that is not 0"
+            raise GeometryError(setting="masks", given=name, allowed=allowed)
+    return {name: (mask != 0).to(center[name]) for name, mask in masks.items()}
 
 
 def _mean(traces: Tensor) -> tuple[float, tuple[float, float]]:

@@ -1,0 +1,155 @@
+"""`topograd coefficient`: local learning coefficients of a model's layers and heads, by Langevin chains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.table import Table
+
+from topograd.cli.console import DASH, Json, ModelArgument, note, out, parse, print_json
+from topograd.cli.progress import OnMore, work_progress
+from topograd.limits import DEPTH, REPEATS, check_numbers
+
+if TYPE_CHECKING:
+    from topograd.cli.probe_model import ProbeModel
+    from topograd.geometry.singular.langevin import Langevin
+    from topograd.geometry.singular.parts import Part
+
+BATCHES = 4
+"""Of the text: every draw is evaluated on all of them."""
+SEARCHED = 80
+"""Gradients that the search for a step takes, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficient:
+    """Local learning coefficients λ̂: how many directions of each layer, or head, the text fixes, halved.
+
+    Chains move the weights of one part while all others stay. A value is calibrated if the chains pass the
+    test of the virial, agree, and do not drift; the reason stands beside one that is not."""
+
+    model: ModelArgument
+    layers: int | None = None
+    """How many layers are sampled, evenly spaced, first and last included; by default all."""
+    heads: bool = False
+    """Heads of these layers instead of whole layers."""
+    draws: int = 40
+    """Of each of 4 chains, 4 steps apart, behind as many steps of burn-in. More cost more, and need a weaker
+    pull towards the weights (localization), which hides flat directions."""
+    text: Path | None = None
+    """Text of your own, a file or a folder; by default the run's held-out text, or embedded text."""
+    device: str | None = None
+    """Where it runs: cpu, cuda, cuda:1; by default where the run's model is, else cpu."""
+    dtype: Literal["float64", "float32"] | None = None
+    """By default float64, and float32 for models of more than 50 million parameters."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, layers=DEPTH, draws=(8, REPEATS[1]))
+
+
+def run(argv: list[str]) -> int:
+    """Sample, print, return the exit code."""
+    args = parse(Coefficient, argv, "coefficient")
+    from topograd.cli.probe_model import open_probe
+    from topograd.geometry.singular.langevin import Langevin
+    from topograd.geometry.singular.parts import head_parts, layer_parts
+
+    probe = open_probe(args.model, args.text, args.device, args.dtype)
+    parts = layer_parts(probe.model, args.layers)
+    if args.heads:
+        parts = [head for layer in parts for head in head_parts(probe.model, layer.name)]
+    settings = Langevin(chains=4, burn_in=4 * args.draws, draws=args.draws, thin=4)
+    estimate = expected_seconds(probe, settings, parts)
+    note(f"{len(parts)} parts: about {_duration(estimate)}, by one gradient and one evaluation timed here")
+    began = time.perf_counter()
+    with work_progress(f"sampling {args.model}: steps of chains") as on_more:
+        found = sample_parts(probe, settings, parts, on_more)
+    results = {"model": str(args.model), "text": probe.text, "estimated_seconds": estimate, "parts": found}
+    results["seconds"] = time.perf_counter() - began
+    if args.json:
+        print_json(results)
+    else:
+        _show(results)
+    return 0
+
+
+def expected_seconds(probe: ProbeModel, settings: Langevin, parts: Sequence[Part]) -> float:
+    """From one gradient of a batch by a part's weights, and one evaluation of all data."""
+    from topograd.geometry.singular.langevin import Target
+    from topograd.geometry.singular.terms import sampled_weights
+
+    batches = probe.batches[:BATCHES]
+    target = Target(probe.model, "cross-entropy", list(batches), probe.outputs)
+    center = sampled_weights(probe.model, parts[0].weights)
+    moments = [time.perf_counter()]
+    target.losses(center)
+    moments.append(time.perf_counter())
+    float(target.gradient(center, batches[0])[0])
+    moments.append(time.perf_counter())
+    evaluation, gradient = moments[1] - moments[0], moments[2] - moments[1]
+    gradients = settings.chains * settings.steps + SEARCHED
+    return len(parts) * (gradients * gradient + settings.chains * settings.draws * evaluation)
+
+
+def sample_parts(
+    probe: ProbeModel, settings: Langevin, parts: Sequence[Part], on_more: OnMore
+) -> list[dict[str, Any]]:
+    """λ̂ of every part, as JSON holds it; a part whose chains diverge has a reason and no value."""
+    from topograd.geometry.singular.parts import part_coefficients
+
+    batches = probe.batches[:BATCHES]
+    every = part_coefficients(
+        probe.model, "cross-entropy", batches, parts, settings, outputs=probe.outputs, on_step=on_more
+    )
+    results: list[dict[str, Any]] = []
+    for one in every:
+        found = one.found
+        record: dict[str, Any] = {"name": one.name, "value": None, "interval": None, "calibrated": False}
+        record |= {"reason": one.reason, "localization": one.localization}
+        if found is not None:
+            record |= {
+                "value": found.value,
+                "interval": list(found.interval),
+                "calibrated": found.calibrated,
+                "virial": found.virial,
+                "weights": found.weights,
+                "n_beta": found.n_beta,
+                "terms": found.terms,
+            }
+        results.append(record)
+    return results
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _show(results: dict[str, Any]) -> None:
+    """One table for a person."""
+    table = Table(title=f"{Path(results['model']).name}: λ̂ by part", title_justify="left")
+    table.add_column("part")
+    for column in ("λ̂", "90 %", "weights", "virial"):
+        table.add_column(column, justify="right")
+    for part in results["parts"]:
+        if part["value"] is None:
+            table.add_row(part["name"], *(DASH,) * 4)
+            continue
+        low, high = part["interval"]
+        mark = "" if part["calibrated"] else " ?"
+        interval = f"{low:.2f} to {high:.2f}"
+        table.add_row(
+            part["name"],
+            f"{part['value']:.2f}{mark}",
+            interval,
+            str(part["weights"]),
+            f"{part['virial']:.2f}",
+        )
+    out().print(table)
+    for part in results["parts"]:
+        if not part["calibrated"]:
+            note(f"{part['name']}: {part['reason']}")

@@ -1,0 +1,72 @@
+"""Jets: Taylor coefficients of a network's outputs along a direction, and the order that they show.
+
+Statement. Along w* + t v the outputs are f(t) = c_0 + c_1 t + c_2 t² + ..., and the divergence begins as
+
+    K(t) = ½ ‖c_k‖² t^{2k} + ...,      k the first j ≥ 1 with c_j ≠ 0,
+
+in the norm of the Fisher at w*. So k is read at the checkpoint itself: no window, no fit. The next
+coefficient says how far this holds: at the crossover t* = ‖c_k‖ / ‖c_{k+1}‖ the next power is as large.
+
+Method. c_j = f⁽ʲ⁾(0) / j! by j nested forward-mode derivatives. A coefficient is zero if its K at t = 1 is
+below the resolution of the outputs.
+
+Symbols and shapes. c_j in the shape of the outputs. Cost: j nested derivatives cost about 3ʲ forward passes;
+a live direction needs two.
+Source: "Dead Directions: Geometric Singular Learning", Definition 1; torch.func.jvp.
+Limits. At most `MOST` derivatives. A model whose functions have no forward-mode derivative, or none of the
+second order, has no jets, and the reason is given. Piecewise linear activations have the jets of their piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+Along = Callable[[Tensor], Tensor]
+"""From t, a number, to the outputs."""
+MOST = 4
+
+
+@dataclass(frozen=True)
+class Jet:
+    """The order of a direction at the checkpoint."""
+
+    order: int | None
+    """k; None where the first `MOST` coefficients are zero."""
+    crossover: float | None
+    """t at which the next coefficient is as large as the first; None where it is zero or was not read."""
+
+
+def read_jet(along: Along, size: Callable[[Tensor], float], floor: float) -> Jet:
+    """The order and the crossover; `size` is ½‖c‖² of a coefficient in the Fisher's norm.
+
+    >>> read_jet(lambda t: t**2 + 3 * t**3 * torch.ones(1), lambda c: float(c.square().sum()) / 2, 1e-20)
+    Jet(order=2, crossover=0.3333333333333333)
+    """
+    zero = torch.zeros((), dtype=torch.float64)
+    function, leading = along, 0.0
+    for order in range(1, MOST + 2):
+        function = _derivative(function)
+        found = size(function(zero)) / math.factorial(order) ** 2
+        if leading:
+            return Jet(order - 1, math.sqrt(leading / found) if found > floor else None)
+        if found > floor:
+            if order == MOST:
+                return Jet(order, None)
+            leading = found
+        elif order == MOST:
+            break
+    return Jet(None, None)
+
+
+def _derivative(function: Along) -> Along:
+    def derivative(t: Tensor) -> Tensor:
+        change: Tensor = jvp(function, (t,), (torch.ones_like(t),))[1]
+        return change
+
+    return derivative

@@ -1,0 +1,356 @@
+"""Langevin chains around a model's weights: settings, data, preconditioner, the step that they bear.
+
+Statement. A chain of `coefficient.py`: w ← w - (ε/2) M u + √(ε M) N(0, I) with u = nβ g + γ(w - w*), over
+some parameters, and of these over the entries that a mask keeps: gradient and noise are zero elsewhere, and
+the weights stay at w*.
+
+The step is the largest with ε c / 4 ≤ `LARGEST_BIAS`, c the largest eigenvalue of √M (nβH + γ) √M that power
+iteration finds at w* and where a short chain gets; M is the one that the chain will have.
+
+Symbols. H the curvature of batches by differences of gradients. Cost of the step: some 70 to 300 gradients.
+Source: Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics".
+Limits. As of `coefficient.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import DivergenceError, GeometryError
+from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.host_copy import first_not_finite, squared_norm, to_host
+from topograd.geometry.losses import OwnLoss
+from topograd.geometry.paths import Replaced
+from topograd.geometry.singular.terms import Weights, per_term, refuse_random
+
+OnStep = Callable[[int, int], None]
+"""(steps done, steps in all)."""
+DECAY = 0.99
+"""α"""
+DAMPING = 1e-4
+"""δ, over the mean of √v"""
+TURNS = 12
+"""Of the power iteration for the sharpest direction."""
+TRIALS = 12
+"""Smaller steps that are tried."""
+WANDER = 40
+"""Steps of the short chain that a step is tried with."""
+SLACK = 1.5
+"""By how much a step may pass what the short chain's end bears."""
+LOOK = 32
+"""On a device the losses are looked at every so many steps; a look waits for it."""
+LARGEST_BIAS = 0.05
+"""Of the virial by the step, where the step is looked for."""
+
+
+@dataclass(frozen=True)
+class Langevin:
+    """How to sample; the defaults look for the step themselves."""
+
+    step: float | None = None
+    """ε; None: the largest that the sharpest direction bears"""
+    localization: float = 1.0
+    """γ"""
+    chains: int = 4
+    burn_in: int = 500
+    draws: int = 200
+    thin: int = 5
+    """Steps from one draw to the next"""
+    precondition: Literal["none", "rmsprop"] = "none"
+
+    @property
+    def steps(self) -> int:
+        """Of one chain."""
+        return self.burn_in + self.draws * self.thin
+
+    def __post_init__(self) -> None:
+        if (self.step is not None and not 0 < self.step < math.inf) or not 0 <= self.localization < math.inf:
+            name = "localization" if self.step is None or 0 < self.step < math.inf else "step"
+            allowed = "above 0" if name == "step" else "at least 0"
+            raise GeometryError(setting=name, given=getattr(self, name), allowed=f"finite and {allowed}")
+        for name, least in (("chains", 1), ("draws", 8), ("thin", 1), ("burn_in", 0)):
+            if (given := getattr(self, name)) < least:
+                raise GeometryError(setting=name, given=given, allowed=f"at least {least}")
+        if self.precondition not in ("none", "rmsprop"):
+            raise GeometryError(setting="precondition", given=self.precondition, allowed="none or rmsprop")
+
+
+class Target:
+    """The data and their loss, at any weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | OwnLoss,
+        batches: list[Batch],
+        outputs: Outputs | None,
+        masks: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        refuse_random(model)
+        self.masks = masks or {}
+        """1 where a weight moves, 0 where it stays."""
+        self._network = Replaced(model, outputs)
+        self._loss = per_term(loss)
+        self.batches = batches
+        if not batches:
+            raise GeometryError(
+                "there are no batches", setting="batches", remedy="give at least one pair (inputs, targets)"
+            )
+        with torch.no_grad():
+            first = [self._of(batch, {}) for batch in batches]
+        self.each_term = all(part.dim() > 0 for part in first)
+        sizes = [
+            part.numel() if part.dim() or targets is None else len(targets)
+            for part, (_, targets) in zip(first, batches, strict=True)
+        ]
+        self.terms = sum(sizes)
+        if self.terms < 3:
+            raise GeometryError(
+                f"there are {self.terms} loss terms",
+                setting="batches",
+                given=self.terms,
+                allowed="at least 3",
+            )
+        self._shares = [size / self.terms for size in sizes]
+
+    def _of(self, batch: Batch, weights: Weights) -> Tensor:
+        inputs, targets = batch
+        if targets is None:
+            raise GeometryError(
+                "a batch has no targets", setting="batches", remedy="give pairs (inputs, targets)"
+            )
+        return self._loss(self._network(weights, inputs), targets)
+
+    @torch.no_grad()
+    def losses(self, weights: Weights) -> Tensor:
+        """Of every term, (n,), or their mean (1,) where the loss gives one number a batch."""
+        parts = [self._of(batch, weights).detach() for batch in self.batches]
+        if self.each_term:
+            return torch.cat([part.flatten() for part in parts]).cpu()
+        return torch.stack([share * part for share, part in zip(self._shares, parts, strict=True)]).sum()[
+            None
+        ]
+
+    def gradient(self, weights: Weights, batch: Batch) -> tuple[Tensor, Weights]:
+        """A batch's mean loss, and its gradient."""
+        learning = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        with torch.enable_grad():
+            value = self._of(batch, learning).mean()
+            gradients = torch.autograd.grad(value, list(learning.values()), allow_unused=True)
+        filled = [
+            torch.zeros_like(w) if g is None else g for w, g in zip(learning.values(), gradients, strict=True)
+        ]
+        found = dict(zip(learning, filled, strict=True))
+        return value.detach(), {name: self.inside(name, g) for name, g in found.items()}
+
+    def inside(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor without what is outside of the parameter's mask."""
+        return tensor * self.masks[name] if name in self.masks else tensor
+
+    def moving(self, center: Weights) -> int:
+        """d, the weights that move."""
+        sizes = (int(self.masks[n].sum()) if n in self.masks else w.numel() for n, w in center.items())
+        return sum(sizes)
+
+
+@dataclass(frozen=True)
+class Chain:
+    terms: Tensor
+    virial: float
+
+
+def run_chain(
+    target: Target,
+    center: Weights,
+    tempered: float,
+    settings: Langevin,
+    noise: Noise,
+    number: int,
+    on_step: OnStep | None = None,
+) -> Chain:
+    """One chain: the losses of its draws, and its virial over all steps after burn-in."""
+    assert settings.step is not None
+    weights = {name: w.clone() for name, w in center.items()}
+    scale = Preconditioner(settings.precondition, center)
+    draws: list[Tensor] = []
+    values: list[Tensor] = []
+    virial: list[Tensor] = []
+    size, steps = target.moving(center), settings.steps
+    every = 1 if next(iter(center.values())).device.type == "cpu" else LOOK
+    for i in range(steps):
+        value, gradient = target.gradient(weights, target.batches[noise.place(len(target.batches))])
+        values.append(value)
+        if (i + 1) % every == 0 or i + 1 == steps:
+            first = i - i % every
+            for at, loss_value in enumerate(to_host(values[first:]), first):
+                if not math.isfinite(loss_value):
+                    raise DivergenceError(
+                        f"the loss of chain {number} is {loss_value} at step {at}",
+                        setting="step",
+                        given=settings.step,
+                        remedy="choose a smaller one, or leave it out",
+                    )
+        burning = i < settings.burn_in
+        scale.see(gradient, learn=burning)
+        moved: list[Tensor] = []
+        for name, w in weights.items():
+            away = w - center[name]
+            u = tempered * gradient[name] + settings.localization * away
+            moved.append((away * u).sum())
+            M = scale[name]
+            weights[name] = (
+                w
+                - settings.step / 2 * M * u
+                + (settings.step * M) ** 0.5 * target.inside(name, noise.like(w))
+            )
+        if not burning:
+            virial.append(torch.stack([part.to(moved[0]) for part in moved]))
+            if (i - settings.burn_in + 1) % settings.thin == 0:
+                draws.append(target.losses(weights))
+        if on_step is not None:
+            on_step(number * steps + i + 1, settings.chains * steps)
+    each = [sum(parts) / size for parts in to_host(virial)]
+    return Chain(torch.stack(draws), sum(each) / len(each))
+
+
+class Noise:
+    """N(0, I) made on the device of the weights, and places among the batches: one seed, no copy."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def like(self, weight: Tensor) -> Tensor:
+        """Of a weight's shape, where it is."""
+        generator = self._of(weight.device)
+        drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32, device=weight.device)
+        return drawn.to(weight.dtype)
+
+    def place(self, count: int) -> int:
+        """One of so many; drawn on the CPU, where it is needed."""
+        return int(torch.randint(count, (), generator=self._of(torch.device("cpu"))))
+
+    def _of(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+class Preconditioner:
+    """M of every weight; of mean 1, so that a step means the same with and without."""
+
+    def __init__(self, kind: str, center: Weights) -> None:
+        self._kind = kind
+        self._v = {name: torch.zeros_like(w) for name, w in center.items()}
+        self._M: Weights | None = None
+
+    def see(self, gradient: Weights, learn: bool) -> None:
+        if self._kind == "none" or not learn:
+            return
+        for name, g in gradient.items():
+            self._v[name].mul_(DECAY).addcmul_(g, g, value=1 - DECAY)
+        self._M = None
+
+    def __getitem__(self, name: str) -> Tensor | float:
+        if self._kind == "none":
+            return 1.0
+        if self._M is None:
+            roots = {key: v.sqrt() for key, v in self._v.items()}
+            count = sum(root.numel() for root in roots.values())
+            mean = _total(roots) / count
+            mean = torch.where(mean == 0, 1.0, mean)
+            raw = {key: 1 / ((DAMPING * mean).to(root) + root) for key, root in roots.items()}
+            size = _total(raw) / count
+            self._M = {key: part / size.to(part) for key, part in raw.items()}
+        return self._M[name]
+
+    def largest(self, names: Iterable[str]) -> float:
+        """The largest of all M."""
+        parts = [self[name] for name in names]
+        return max(to_host([part.max() for part in parts if isinstance(part, Tensor)]), default=1.0)
+
+
+def _total(parts: Weights) -> Tensor:
+    """The sum over all tensors, in order, in float64 where the device has it."""
+    has_none = any(part.device.type == "mps" for part in parts.values())
+    first, *others = (part.sum().to(torch.float32 if has_none else torch.float64) for part in parts.values())
+    return functools.reduce(torch.add, others, first)
+
+
+def bearable_step(target: Target, center: Weights, tempered: float, settings: Langevin, seed: int) -> float:
+    """ε with ε c / 4 ≤ LARGEST_BIAS for the sharpest curvature c at w*, and about so where a chain gets.
+
+    At a singular w* the curvature may be 0 that a chain meets one step away.
+    """
+    noise, scale = Noise(seed), Preconditioner(settings.precondition, center)
+    for batch in target.batches:
+        scale.see(target.gradient(center, batch)[1], learn=True)
+
+    def bearable(weights: Weights, turns: int) -> float:
+        sharpest = _sharpest(target, weights, turns, noise, scale)
+        pull = settings.localization * scale.largest(weights)
+        return 4 * LARGEST_BIAS / max(tempered * sharpest + pull, 1e-12)
+
+    step = bearable(center, TURNS)
+    for _ in range(TRIALS):
+        reached = _wandered(target, center, tempered, settings.localization, step, noise, scale)
+        most = step / 4 if reached is None else bearable(reached, TURNS // 3)
+        if step <= SLACK * most:
+            break
+        step = max(most, step / 4)
+    return step
+
+
+def _sharpest(target: Target, weights: Weights, turns: int, noise: Noise, scale: Preconditioner) -> float:
+    """The largest eigenvalue of √M H √M that power iteration finds, H the curvature of batches here."""
+    x = {name: target.inside(name, noise.like(w)) for name, w in weights.items()}
+    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(squared_norm(weights.values())), 1e-3)
+    for i in range(turns):
+        before = math.sqrt(squared_norm(x.values())) or 1.0
+        y = {name: scale[name] ** 0.5 * part for name, part in x.items()}
+        size = math.sqrt(squared_norm(y.values())) or 1.0
+        batch = target.batches[i % len(target.batches)]
+        ahead = {name: w + reach / size * y[name] for name, w in weights.items()}
+        behind = {name: w - reach / size * y[name] for name, w in weights.items()}
+        up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
+        unit = size / before / (2 * reach)
+        x = {name: unit * scale[name] ** 0.5 * (up[name] - down[name]) for name in weights}
+        sharpest = max(sharpest, math.sqrt(squared_norm(x.values())))
+    if not math.isfinite(sharpest):
+        raise DivergenceError(
+            "the loss is not finite around the weights", setting="model", remedy="give a trained model"
+        )
+    return sharpest
+
+
+def _wandered(
+    target: Target,
+    center: Weights,
+    tempered: float,
+    pull: float,
+    step: float,
+    noise: Noise,
+    scale: Preconditioner,
+) -> Weights | None:
+    """Where a short chain with this step gets, whose preconditioner learns; None if it diverges."""
+    weights = center
+    for i in range(WANDER):
+        value, gradient = target.gradient(weights, target.batches[i % len(target.batches)])
+        if not math.isfinite(value):
+            return None
+        scale.see(gradient, learn=True)
+        moved = {}
+        for name, w in weights.items():
+            M = scale[name]
+            u = tempered * gradient[name] + pull * (w - center[name])
+            moved[name] = w - step / 2 * M * u + (step * M) ** 0.5 * target.inside(name, noise.like(w))
+        weights = moved
+    finite = first_not_finite(weights) is None
+    return weights if finite and math.isfinite(target.gradient(weights, target.batches[0])[0]) else None

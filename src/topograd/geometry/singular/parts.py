@@ -1,0 +1,193 @@
+"""Learning coefficients of a network's parts: layers, and heads by masks.
+
+Statement. A part is some parameters, and of these the entries that it owns. A layer owns all parameters below
+it. Head h of H, in an attention with projections q, k, v (rows by head) and o (columns by head), owns
+
+    rows h of q, columns h of o, rows h of k and v; where heads share keys and values, the rows of its group.
+
+`part_coefficients` samples them one after the other, with one localisation γ for all, so that they compare.
+The flattest directions relax at the rate εγ, and ε is bounded by the sharpest: γ is the smallest with which
+they arrive within the burn-in, εγ · burn-in = `ARRIVED`, at the sharpest part. A direction with a curvature
+nβH below γ counts less than one half: ½ nβH / (nβH + γ). With more burn-in γ is smaller.
+
+Symbols and shapes. A mask has the shape of its parameter, 1 where the part owns the entry.
+Cost: that of `learning_coefficient` for each part; the step is searched once.
+Source: Wang, Hoogland, van Wingerden, Furman and Murfet, "Differentiation and Specialization of Attention
+Heads via the Refined Local Learning Coefficient".
+Limits. Heads are found in modules that have four linear maps of their own with the names below, and say how
+wide a head is. Keys and values that several heads share are counted in each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import DivergenceError, GeometryError
+from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.losses import OwnLoss
+from topograd.geometry.monitors.stream import find_layers
+from topograd.geometry.singular.coefficient import LearningCoefficient, default_n_beta, learning_coefficient
+from topograd.geometry.singular.langevin import LARGEST_BIAS, Langevin, OnStep, Target, bearable_step
+from topograd.geometry.singular.terms import sampled_weights
+
+PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("query", "key", "value", "output"),
+)
+"""Queries, keys, values, outputs."""
+HEAD_WIDTH = ("head_width", "head_dim")
+ARRIVED = 3.0
+MOST_PULL = 0.9
+"""Of the curvature with γ that is γ, at most."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some weights of a model."""
+
+    name: str
+    weights: tuple[str, ...]
+    """Parameters, or modules whose parameters are meant."""
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartCoefficient:
+    """λ̂ of one part; without a value where its chains diverge."""
+
+    name: str
+    found: LearningCoefficient | None
+    localization: float
+    reason: str | None
+    """Why it is not calibrated."""
+
+
+def part_coefficients(
+    model: nn.Module,
+    loss: str | OwnLoss,
+    batches: Sequence[Batch],
+    parts: Sequence[Part],
+    settings: Langevin,
+    *,
+    outputs: Outputs | None = None,
+    on_step: OnStep | None = None,
+) -> list[PartCoefficient]:
+    """λ̂ of every part with the same γ, which is at least that of the settings."""
+    steps = [_step(model, loss, batches, part, settings, outputs) for part in parts]
+    curvatures = [4 * LARGEST_BIAS / step for step in steps]
+    pull = max(settings.localization, shared_localization(max(curvatures), settings.burn_in))
+    results = []
+    for place, (part, curvature) in enumerate(zip(parts, curvatures, strict=True)):
+        step = 4 * LARGEST_BIAS / (curvature - settings.localization + pull)
+        try:
+            found = learning_coefficient(
+                model,
+                loss,
+                batches,
+                replace(settings, step=step, localization=pull),
+                weights=part.weights,
+                masks=part.masks,
+                outputs=outputs,
+                on_step=_offset(on_step, place, len(parts)),
+            )
+            results.append(PartCoefficient(part.name, found, pull, found.reason))
+        except DivergenceError as problem:
+            results.append(PartCoefficient(part.name, None, pull, str(problem)))
+    return results
+
+
+def shared_localization(curvature: float, burn_in: int) -> float:
+    """γ with which flat directions arrive within the burn-in beside one of this curvature, γ included.
+
+    >>> shared_localization(100.0, 150), shared_localization(100.0, 15000) < 0.2
+    (11.11111111111111, True)
+    """
+    share = min(ARRIVED / (4 * LARGEST_BIAS * max(burn_in, 1)), MOST_PULL)
+    return curvature * share / (1 - share)
+
+
+def _step(
+    model: nn.Module,
+    loss: str | OwnLoss,
+    batches: Sequence[Batch],
+    part: Part,
+    settings: Langevin,
+    outputs: Outputs | None,
+) -> float:
+    target = Target(model, loss, list(batches), outputs, part.masks)
+    center = sampled_weights(model, part.weights)
+    return bearable_step(target, center, default_n_beta(target.terms), settings, 0)
+
+
+def _offset(on_step: OnStep | None, place: int, count: int) -> Callable[[int, int], None] | None:
+    """Steps of one part as steps of all."""
+    if on_step is None:
+        return None
+    return lambda done, total: on_step(place * total + done, count * total)
+
+
+def layer_parts(model: nn.Module, count: int | None = None) -> list[Part]:
+    """The layers of the main list; of more than `count` of them so many, evenly spaced, the ends included."""
+    names = [name for name, layer in find_layers(model).items() if any(True for _ in layer.parameters())]
+    if count is not None and count < 1:
+        raise GeometryError(setting="layers", given=count, allowed="at least 1")
+    if count is not None and count < len(names):
+        last = len(names) - 1
+        names = [names[round(i * last / max(count - 1, 1))] for i in range(count)]
+    return [Part(name, (name,)) for name in names]
+
+
+def head_parts(model: nn.Module, layer: str) -> list[Part]:
+    """The heads below a layer, in order; GeometryError where none can be told apart."""
+    found = []
+    for name, module in model.get_submodule(layer).named_modules():
+        path = f"{layer}.{name}" if name else layer
+        width = next((getattr(module, word) for word in HEAD_WIDTH if hasattr(module, word)), None)
+        for names in PROJECTIONS:
+            children = dict(module.named_children())
+            maps = {word: one for word in names if isinstance(one := children.get(word), nn.Linear)}
+            if isinstance(width, int) and len(maps) == len(names):
+                found += _heads(path, maps, width)
+                break
+    if not found:
+        raise GeometryError(
+            f"{layer} has no heads that can be told apart",
+            setting="heads",
+            given=layer,
+            allowed="four linear maps for queries, keys, values, outputs, and a head's width",
+            remedy="leave out --heads",
+        )
+    return found
+
+
+def _heads(path: str, maps: dict[str, nn.Linear], width: int) -> list[Part]:
+    q, k, v, o = maps
+    heads, groups = maps[q].weight.shape[0] // width, maps[k].weight.shape[0] // width
+    parts = []
+    for h in range(heads):
+        shared = h * groups // heads
+        masks = {
+            **_rows(path, q, maps[q], h, width),
+            **_rows(path, k, maps[k], shared, width),
+            **_rows(path, v, maps[v], shared, width),
+        }
+        columns = torch.zeros_like(maps[o].weight.detach())
+        columns[:, h * width : (h + 1) * width] = 1
+        masks[f"{path}.{o}.weight"] = columns
+        parts.append(Part(f"{path}.head.{h}", tuple(masks), masks))
+    return parts
+
+
+def _rows(path: str, word: str, linear: nn.Linear, head: int, width: int) -> dict[str, Tensor]:
+    """Masks of a head's rows of a weight and of its bias."""
+    masks = {}
+    for kind, parameter in linear.named_parameters(recurse=False):
+        mask = torch.zeros_like(parameter.detach())
+        mask[head * width : (head + 1) * width] = 1
+        masks[f"{path}.{word}.{kind}"] = mask
+    return masks

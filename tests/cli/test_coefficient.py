@@ -1,0 +1,48 @@
+"""`topograd coefficient` on a run and on a Hugging Face folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def test_layers_of_a_run(staged: Path, call: Any, tmp_path: Path) -> None:
+    text = tmp_path / "probe.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 12)
+    answer = call("coefficient", staged, "--layers", 2, "--draws", 8, "--text", text, "--json")
+    found = answer.json
+    assert [part["name"] for part in found["parts"]] == ["layers.0", "layers.1"]
+    for part in found["parts"]:
+        assert part["interval"][0] <= part["value"] <= part["interval"][1]
+        assert part["calibrated"] == (part["reason"] is None)
+        assert part["weights"] > 0
+    assert len({part["localization"] for part in found["parts"]}) == 1
+    assert found["estimated_seconds"] > 0
+    assert "2 parts: about" in answer.err
+    assert found["text"] == str(text)
+
+
+def test_heads_of_a_hugging_face_folder(call: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=8,
+        architectures=["LlamaForCausalLM"],
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    answer = call("coefficient", tmp_path / "model", "--layers", 1, "--heads", "--draws", 8)
+    assert answer.code == 0
+    assert "λ̂ by part" in answer.out
+    assert "2 parts" in answer.err
+
+
+def test_what_cannot_be_sampled_is_one_line(staged: Path, call: Any, tmp_path: Path) -> None:
+    assert "--layers is 0" in call("coefficient", staged, "--layers", 0).refusal
+    assert "--draws is 3" in call("coefficient", staged, "--draws", 3).refusal
+    assert "it does not exist" in call("coefficient", tmp_path / "nowhere").refusal
