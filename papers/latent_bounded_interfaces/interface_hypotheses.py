@@ -36,13 +36,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from papers.fit import fit, trajectory
-from papers.latent_bounded_interfaces.interface_relays import Silence, join_regions, silenced
+from papers.latent_bounded_interfaces.interface_relays import join_regions
 from papers.latent_bounded_interfaces.interfaces import position_losses
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
 from papers.verdicts import Claim, Interval, above
 from topograd.data import Loader, Prepared, windows
 from topograd.exec.train_step import train_step
+from topograd.interfaces.ablation import Silence, silenced
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig

@@ -7,17 +7,13 @@
     phase      Dec(m[s] + P[t mod ℓ]): what a message says may depend on the place in the segment
     authors    LN with gain and shift, tanh α, biases, SiLU, Dec not zero at first, m_0 from the tokens
 
-`silenced` changes messages at evaluation: to zero, to those of another row, or to their mean over rows.
-
 Shapes are those of `nn/interface.py`. Source: "LBI: Parallel Scan Backpropagation via Latent Bounded
 Interfaces" §3.1 for the authors' parameterisation. Limits: for whole sequences; none of them decodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +25,6 @@ from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
 
 Kind = Literal["segments", "own", "steady", "phase", "authors"]
-Silence = Literal["zero", "shuffled", "mean"]
 FOLLOWED, VARIANCE_FLOOR = 0.1, 1e-6
 """How fast running means follow, and what a variance is at least."""
 
@@ -115,6 +110,9 @@ class Authors(SegmentRelay):
         before = received[:, : m.shape[1]] if self.start is None else self.start(self.pool(received))
         return self.norm(before[:, : m.shape[1]] + torch.tanh(self.alpha) * m)
 
+    def tangent(self, m: Tensor) -> None:  # type: ignore[override]
+        """A LayerNorm with gain and shift is not confined as one without."""
+
 
 def _spread(relay: SegmentRelay, message: Tensor, ctx: LayerContext, phase: Tensor) -> Tensor:
     """x0 and Dec(m[s] + P[t mod ℓ]); nothing in segment 0."""
@@ -142,27 +140,3 @@ def join_regions(stack: Stack, kind: str, interface: str, regions: int, width: i
     for region in range(1, regions):
         relay = KINDS[kind](settings, width, context, region == 1)
         stack.add_relay(interface_name(region), relay)
-
-
-@contextmanager
-def silenced(stack: Stack, how: Silence) -> Iterator[None]:
-    """Within it, what the last region hears is zero, another row's message, or the mean of all rows'."""
-    name = max(stack.learned_relays())
-    relay: Any = stack.learned_relays()[name]
-    plain = relay.receive
-
-    def receive(message: Tensor, ctx: LayerContext) -> Tensor:
-        if how == "zero":
-            changed = torch.zeros_like(message)
-        elif how == "shuffled":
-            changed = message.roll(1, 0)
-        else:
-            changed = message.mean(0, keepdim=True).expand_as(message)
-        result: Tensor = plain(changed, ctx)
-        return result
-
-    relay.receive = receive
-    try:
-        yield
-    finally:
-        del relay.receive

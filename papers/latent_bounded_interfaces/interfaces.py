@@ -42,9 +42,9 @@ from rich.table import Table
 from torch import Tensor
 
 from papers.fit import Watch, fit, trajectory
-from papers.latent_bounded_interfaces.interface_relays import silenced
 from topograd.data import Loader, Prepared, windows
 from topograd.exec.forward import stage_outputs
+from topograd.interfaces.ablation import silenced
 from topograd.interfaces.analysis import analyse
 from topograd.nn.config import ARCHITECTURES, Architecture, GPTConfig
 from topograd.nn.stack import Stack

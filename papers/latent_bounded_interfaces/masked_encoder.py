@@ -35,7 +35,7 @@ from torch import Tensor
 
 from papers.fit import fit, trajectory
 from papers.latent_bounded_interfaces.interface_hypotheses import REGIONS, Model, minus, of
-from papers.latent_bounded_interfaces.interface_relays import join_regions, silenced
+from papers.latent_bounded_interfaces.interface_relays import join_regions
 from papers.latent_bounded_interfaces.interfaces import position_losses
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
@@ -43,6 +43,7 @@ from papers.verdicts import Claim, above
 from topograd.data import IGNORED, Loader, windows
 from topograd.exec.gradient import Autograd
 from topograd.exec.train_step import train_step
+from topograd.interfaces.ablation import silenced
 from topograd.interfaces.engines import Scan
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT

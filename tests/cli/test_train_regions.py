@@ -66,6 +66,21 @@ def test_every_backward_has_autograds_losses_and_resumes(
     assert losses("whole") == pytest.approx(losses("plain"), abs=rounding)
 
 
+@pytest.mark.parametrize("form", ["residual:r=2", "residual:r=2,basis=learned"])
+def test_another_form_trains_by_a_scan_resumes_and_writes(
+    size: list[str], call: Any, tmp_path: Path, form: str
+) -> None:
+    words = ["--partition", "1,1,2", "--model.layers", "4", "--interface", form, "--steps", "4"]
+    plain = call("train", *size, *words, "--out", tmp_path / "plain", "--json").json
+    words += ["--backward", "scan"]
+    whole = call("train", *size, *words, "--out", tmp_path / "whole", "--json").json
+    assert whole["bpb"]["last"] == pytest.approx(plain["bpb"]["last"], abs=1e-4)
+    call("train", *size, *words, "--out", tmp_path / "run", "--stop-after", 2, "--json")
+    resumed = call("train", "--resume", tmp_path / "run", "--json").json
+    assert resumed["bpb"] == whole["bpb"]
+    assert call("generate", tmp_path / "run", "--prompt", "loss", "--tokens", "8").code == 0
+
+
 def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path) -> None:
     shown = call("train", *size, *WORDS, "--out", tmp_path / "run")
     assert shown.code == 0
@@ -84,6 +99,18 @@ def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path)
         ("--interface S=1,r=4", "segments S is 1; it must be at least 2"),
         ("--interface S=4,r=4,pool=max", "pool 'max' is unknown; choose one of tail, mean, cumulative"),
         ("--interface segments=4", "write it as S=8,r=8,pool=tail"),
+        ("--interface butterfly:r=4", "interface 'butterfly' is unknown; choose one of segments, residual"),
+        ("--interface S=1,r=4,pool=mean,causal=false", "sees the future; use a causal form"),
+        ("--interface published:r=4", "sees the future; use a causal form"),
+        (
+            "--partition 1,1,2 --model.context 128 --interface S=128,r=32 --backward scan",
+            "takes 3810 vector-Jacobian products a step",
+        ),
+        (
+            "--partition 1,1,2 --model.context 128 --interface residual:r=16 --backward scan",
+            "takes 2048 vector-Jacobian products a step",
+        ),
+        ("--interface residual:r=64", "at most 16, the model's width"),
         ("--interface S=4,r=4 --partition 4", "it must be at least two parts, for an interface to join"),
         ("--interface S=4,r=4 --stage-heads per-stage", "with an interface it must be 'shared'"),
         ("--interface S=4,r=4 --objective residual", "with an interface it must be 'cross-entropy'"),

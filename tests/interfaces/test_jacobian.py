@@ -13,11 +13,11 @@ from raising import refused
 from tests.oracles.interfaces import canvas_with_states, next_states
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces import jacobian
-from topograd.interfaces.jacobian import Visit, interface_jacobian, tangent_basis, visit
+from topograd.interfaces.jacobian import Visit, interface_jacobian, visit
 from topograd.interfaces.regions import Regions
 from topograd.nn.config import ARCHITECTURES, SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import add_interfaces
+from topograd.nn.interface import SegmentRelay, add_interfaces
 from topograd.nn.stack import LayerContext
 from topograd.runs.topology_config import Jacobian
 from topograd.topology.dag import Topology
@@ -122,7 +122,7 @@ def test_tangent_basis(rank: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(4, rank, generator=generator, dtype=torch.float64)
     m = torch.nn.functional.layer_norm(v, (rank,), eps=1e-24)
-    Q = tangent_basis(m)
+    Q = SegmentRelay(SegmentInterface(segments=2, rank=rank), 8, 8, first=False).tangent(m)
     assert Q.shape == (4, rank, rank - 2)
     identity = torch.eye(rank - 2, dtype=torch.float64).expand(4, -1, -1)
     torch.testing.assert_close(Q.mT @ Q, identity, rtol=0, atol=1e-14)
@@ -134,8 +134,10 @@ def test_tangent_basis(rank: int, seed: int) -> None:
 def test_the_dead_directions_lose_nothing(interface: str) -> None:
     """J = Q Qᵀ J, of the Jacobian by definition."""
     _, _, _, J = inner_region(interface)
-    sent = seen(interface, "loop").message_out.detach()
-    Q = tangent_basis(sent)
+    one = seen(interface, "loop")
+    sent = one.message_out.detach()
+    Q = one.relay_out.tangent(sent)
+    assert Q is not None
     rows = J.view(*sent.shape, -1)
     torch.testing.assert_close(Q @ (Q.mT @ rows), rows, rtol=1e-12, atol=1e-13)
 

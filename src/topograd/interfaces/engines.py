@@ -33,7 +33,7 @@ from torch import Tensor
 from topograd.errors import ConfigError
 from topograd.exec.gradient import PendingStage, StepGraph
 from topograd.interfaces.exactness import check_jacobian
-from topograd.interfaces.jacobian import Visit, interface_jacobian, recording, visit
+from topograd.interfaces.jacobian import Visit, by_hand, check_rows, interface_jacobian, recording, visit
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.suffix_scan import Method, suffix_adjoints
 from topograd.interfaces.tape import Tape
@@ -83,6 +83,8 @@ class Scan:
                 remedy=f"of {inner + 2} regions, 0 to {inner} can hand it on",
             )
         self._building = range(1, inner + 1 - carried)
+        for k in self._building:
+            check_rows(self._regions, k)
         self._recompute = graph.recompute
         self._tapes: dict[int, Tape | None] = {}
         if self.jacobian == "pullback":
@@ -94,6 +96,8 @@ class Scan:
         layers = [stack.layers[i] for k in self._building for i in self._regions.plan.stages[k].layers]
         if layers:
             Tape(layers)
+            for k in (self._building.start - 1, *self._building):
+                by_hand(self._regions, k)
         if any(drops_layers(layer) for layer in layers):
             raise ConfigError(
                 setting="jacobian", given="pullback", allowed="another with layer dropout, such as loop"
@@ -138,7 +142,7 @@ class Scan:
 
     def _jacobian(self, stage: PendingStage) -> Tensor:
         """J (batch, n, n) of a region, from the graph of its forward or, with `recompute`, a new one."""
-        region, leaf, (message,) = stage.planned.index, stage.leaves[0][0], stage.sent.values()
+        region, leaf, (message,) = stage.planned.index, stage.leaves[0].tensor, stage.sent.values()
         ran = Visit(self._regions, region, stage.ctx, leaf, message.value, self._tapes.pop(region))
         seen = visit(self._regions, region, leaf, stage.ctx, self.jacobian) if self._recompute else ran
         J = interface_jacobian(seen, self.jacobian, self.chunk, self.trimmed)
@@ -151,7 +155,7 @@ class Scan:
         adjoints: list[Tensor] = []
         for stage in reversed(stages):
             stage.backward(scale)
-            for _, _, source in stage.leaves:
+            for source in (leaf.source for leaf in stage.leaves):
                 assert source.gradient is not None, "a region is a function of its message"
                 adjoints.insert(0, source.gradient.flatten(1))
         return adjoints

@@ -7,14 +7,16 @@ Four ways to the same matrix:
     forward    one JVP for each column (`torch.func.jvp`)
     pullback   by hand, rows folded into matrix products (`pullback.py`); GPT blocks only
 
-Two facts make it cheaper than (S-1) r VJPs of the whole region, both exact:
+Two facts make it cheaper than n VJPs of the whole region, both exact:
 
   - The interface is causal: m_{k+1}[s] depends on m_k[1..s] only, and through the region's layers only on
     the positions before segment s. So the rows of segment s are pulled back through that prefix ("trimmed").
-  - m_{k+1} is a LayerNorm's output: mean 0, length √r. All its changes are orthogonal to 1 and to m_{k+1}
-    itself, so with Q (r, r-2) an orthonormal basis of what is left, J = Q (Qᵀ J), and r - 2 rows suffice.
+  - A form of interface may know the directions in which its message can move (`BoundedRelay.tangent`). With
+    Q (r, q) their orthonormal basis, J = Q (Qᵀ J), and q rows suffice. That of segments is a LayerNorm's
+    output, mean 0 and length √r: all its changes are orthogonal to 1 and to m_{k+1} itself, so q = r - 2.
 
-Shapes: m (B, S-1, r); J (B, n, n), n = (S-1) r, block lower triangular. Cost, in forwards F of the region:
+Shapes: m (B, states, r); J (B, n, n), n = states r, block lower triangular. Segments have S - 1 states, the
+residual form one for each position, the published form one. Cost for segments, in forwards F of the region:
 n VJPs of about 1.1 F untrimmed; trimmed, Σ_s (r-2)(s/S) 1.1 F and one forward of each prefix.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3.2 (eq. 8) and appendix D.1; the
 two savings are ours. Limits: samples must be independent and a region a function of its inputs (`regions.py`
@@ -36,8 +38,24 @@ from topograd.errors import ConfigError, StackError
 from topograd.interfaces.pullback import Tape, pullback, record
 from topograd.interfaces.regions import Regions
 from topograd.nn.interface import SegmentRelay
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import LayerContext
 from topograd.runs.topology_config import Jacobian
+
+MAX_ROWS = 1024
+"""Rows of one Jacobian, each a vector-Jacobian product: with more, a step takes a thousand others' time."""
+
+
+def check_rows(regions: Regions, region: int) -> None:
+    """Refuse an interface whose Jacobian behind a region would take thousands of products."""
+    rows = regions.relays[region].rows(regions.stack.context)
+    if rows is not None and rows > MAX_ROWS:
+        raise ConfigError(
+            f"a Jacobian between these interfaces takes {rows} vector-Jacobian products a step",
+            setting="backward",
+            given="scan",
+            allowed=f"autograd, or fewer segments or a smaller rank: at most {MAX_ROWS} products",
+        )
 
 
 @dataclass
@@ -52,7 +70,7 @@ class Visit:
     tape: Tape | None = None
 
     @property
-    def relay_out(self) -> SegmentRelay:
+    def relay_out(self) -> BoundedRelay:
         return self.regions.relays[self.region]
 
 
@@ -95,26 +113,28 @@ def interface_jacobian(
         pull = {"loop": _loop, "batched": _batched, "pullback": _by_hand}[way]
         J = torch.zeros((batch, states, rank, states, rank), dtype=dtype, device=out.device)
         for s in range(states):
-            basis = tangent_basis(out[:, s].detach())
+            basis = _basis(seen.relay_out, out[:, s].detach())
             pulled = pull(seen, s, basis.permute(2, 0, 1).to(out.dtype), chunk, trimmed).to(dtype)
             with torch.autocast(out.device.type, enabled=False):
                 J[:, s, :, : pulled.shape[2]] = torch.einsum("bri,ibtq->brtq", basis, pulled)
     return J.reshape(batch, states * rank, states * rank)
 
 
-def tangent_basis(m: Tensor) -> Tensor:
-    """(..., r, r-2) in float32 or better: an orthonormal basis of the directions in which a LayerNorm's
-    output m can move."""
-    exact = m.to(torch.promote_types(m.dtype, torch.float32))  # bfloat16 has no QR
-    dead = torch.stack((torch.ones_like(exact), exact), dim=-1)
-    return torch.linalg.qr(dead, mode="complete").Q[..., 2:]
+def _basis(relay: BoundedRelay, m: Tensor) -> Tensor:
+    """(B, r, q) in float32 or better: the directions in which a state can move, all r where none is known."""
+    basis = relay.tangent(m)
+    if basis is not None:
+        return basis
+    exact = torch.promote_types(m.dtype, torch.float32)
+    return torch.eye(m.shape[-1], dtype=exact, device=m.device).expand(len(m), -1, -1)
 
 
 def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:
     """m_{k+1}[s], and the leaf m_k of its graph: of the positions before segment s alone, if trimmed."""
-    if not trimmed or s == seen.message_out.shape[1] - 1:
+    segment = seen.relay_out.segment
+    if not trimmed or segment is None or s == seen.message_out.shape[1] - 1:
         return seen.message_out[:, s], seen.message_in
-    time = (s + 1) * seen.relay_out.segment
+    time = (s + 1) * segment
     inputs, x0 = seen.ctx.inputs[:, :time], seen.ctx.x0[:, :time].detach()
     leaf = seen.message_in[:, : s + 1].detach().requires_grad_()
     return seen.regions.visit(seen.region, leaf, seen.regions.stack.layer_context(x0, inputs))[:, s], leaf
@@ -139,26 +159,37 @@ def _batched(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool
 def _by_hand(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:
     """Through LN and Enc, through the blocks, through Dec: the small maps by autograd, the blocks by hand."""
     assert seen.tape is not None, "a visit for a pullback is recorded"
-    relay_in = seen.regions.relays[seen.region - 1]
-    pooled, weights, segment = _pooled(seen, s)
+    relay_in, relay_out = (by_hand(seen.regions, k) for k in (seen.region - 1, seen.region))
+    pooled, weights, segment = _pooled(seen.tape.output, relay_out, s)
     leaf = seen.message_in[:, : s + 1].detach().requires_grad_()
-    state = seen.relay_out.send_pooled(pooled[:, None], leaf[:, s : s + 1])[:, 0]
+    state = relay_out.send_pooled(pooled[:, None], leaf[:, s : s + 1])[:, 0]
     to_pooled, direct = torch.autograd.grad(
         state, (pooled, leaf), rows, is_grads_batched=True, retain_graph=True
     )
-    if seen.regions.settings.causal and s == 0:
+    if relay_out.settings.causal and s == 0:
         return direct  # segment 0 gets no message: only the sum with m is left
-    skip = int(seen.regions.settings.causal)
+    skip = int(relay_out.settings.causal)
     through = pullback(seen.tape, to_pooled, weights, segment, skip=skip, chunk=chunk)
     decoded = relay_in.decode(leaf[:, : through.shape[2]])
     (lifted,) = torch.autograd.grad(decoded, leaf, through, is_grads_batched=True)
     return direct + lifted
 
 
-def _pooled(seen: Visit, s: int) -> tuple[Tensor, Tensor, int]:
+def by_hand(regions: Regions, region: int) -> SegmentRelay:
+    """The relay behind a region, whose parts the hand-written pullback must know."""
+    relay = regions.relays[region]
+    if not isinstance(relay, SegmentRelay):
+        raise ConfigError(
+            setting="jacobian",
+            given="pullback",
+            allowed="loop, batched or forward with this form of interface: it knows segments only",
+        )
+    return relay
+
+
+def _pooled(output: Tensor, relay: SegmentRelay, s: int) -> tuple[Tensor, Tensor, int]:
     """The pooled output of segment s as a leaf, its weights over positions, and a segment's length."""
-    assert seen.tape is not None, "a visit for a pullback is recorded"
-    relay, settings, output = seen.relay_out, seen.regions.settings, seen.tape.output
+    settings = relay.settings
     if not settings.causal:
         time = output.shape[1]
         return output.mean(1).requires_grad_(), output.new_full((time,), 1 / time), time

@@ -6,7 +6,7 @@ eq. 2). The last region computes the loss. What would make the Jacobians of R_k 
 a batch together, is refused here as far as kinds of modules and edges show it: a second path, a loss in
 between, batch statistics, dropout. `exactness.py` tries the Jacobians themselves.
 
-Shapes: m (batch, states, rank), with `states` S - 1 (or 1, not causal). Cost: none; `visit` runs one region.
+Shapes: m (batch, states, rank); how many states there are, its form says. Cost: none; `visit` runs a region.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError, TopologyError
 from topograd.exec.forward import run_stage
-from topograd.nn.config import SegmentInterface
-from topograd.nn.interface import SegmentRelay
+from topograd.nn.interface import bounded_relay
 from topograd.nn.preparation import check_prepared
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import LayerContext, Stack
-from topograd.topology.dag import EMBEDDING, Topology
+from topograd.topology.dag import EMBEDDING, Topology, interface_name
 from topograd.topology.plan import Plan, PlannedStage
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -33,7 +33,7 @@ class Regions:
 
     stack: Stack
     plan: Plan
-    relays: tuple[SegmentRelay, ...]
+    relays: tuple[BoundedRelay, ...]
     """relays[k] joins region k to region k + 1."""
 
     @classmethod
@@ -44,33 +44,19 @@ class Regions:
             raise TopologyError(
                 setting="topology", given=len(plan.stages), allowed="a chain of at least two regions"
             )
-        relays = []
-        for planned in plan.stages[1:]:
-            relay = stack.relay(planned.inputs[0][0].relay)
-            if not isinstance(relay, SegmentRelay):
-                raise TopologyError(
-                    f"region {planned.index + 1} reads through {planned.inputs[0][0].relay!r}, "
-                    "which is no interface",
-                    setting="relay",
-                    given=planned.inputs[0][0].relay,
-                    remedy="build the topology with Topology.regions and the relays with add_interfaces",
-                )
-            relays.append(relay)
+        relays = tuple(bounded_relay(stack, planned.inputs[0][0].relay) for planned in plan.stages[1:])
+        _check_root(plan, relays[0])
         for planned in plan.stages:
             _check_chain(planned, len(plan.stages) - 1)
             for layer in planned.layers:
                 _check_exact(stack.layers[layer], f"layers.{layer}")
         check_prepared(stack, plan)
-        return cls(stack, plan, tuple(relays))
+        return cls(stack, plan, relays)
 
     @property
     def count(self) -> int:
         """K, how many regions there are."""
         return len(self.plan.stages)
-
-    @property
-    def settings(self) -> SegmentInterface:
-        return self.relays[0].settings
 
     def visit(self, region: int, message: Tensor, ctx: LayerContext) -> Tensor:
         """m_{k+1} = R_k(m_k) of a region that is not the last, at the positions that are read."""
@@ -86,15 +72,28 @@ class Regions:
         return sent
 
 
+def _check_root(plan: Plan, relay: BoundedRelay) -> None:
+    """A form whose canvas makes a state is read by region 0 too."""
+    given = plan.stages[0].inputs[0][0].relay
+    if relay.settings.first_region == 0 and given != interface_name(0):
+        raise TopologyError(
+            f"region 1 reads through {given!r}, and this interface begins at the canvas",
+            setting="relay",
+            given=given,
+            remedy="build the topology with Topology.regions(..., first_region=0)",
+        )
+
+
 def _check_chain(planned: PlannedStage, last: int) -> None:
     k = planned.index
     sources = [(port.source, lam) for port, lam in planned.inputs]
-    if sources != [(k - 1 if k else EMBEDDING, 1.0)]:
+    whole = all(edge.delay == 0 and edge.grad_bits == 32 for edge in planned.stage.sources)
+    if sources != [(k - 1 if k else EMBEDDING, 1.0)] or not whole:
         raise TopologyError(
             f"region {k + 1} has the sources {sources}",
             setting="sources",
             given=sources,
-            remedy=f"only the interface from region {k} may join it, with λ = 1",
+            remedy=f"only the interface from region {k} may join it, with λ = 1, no delay and 32 bits",
         )
     if (planned.scale > 0) != (k == last) or planned.stage.frozen:
         raise TopologyError(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from topograd.errors import ConfigError, StackError
+from topograd.nn.interface_config import parse_settings
 from topograd.nn.spec import ModelSpec
 from topograd.nn.transformer.config import Activation, BlockConfig, Traits
 from topograd.registry import Registry
 
 if TYPE_CHECKING:
+    from topograd.nn.relays import BoundedRelay
     from topograd.nn.stack import Stack
     from topograd.topology.dag import Topology
 
@@ -248,8 +250,9 @@ class SegmentInterface:
     maps: Maps = "mlp"
     """Encoder and decoder: two layers, one, or one with a gate."""
     causal: bool = True
-    """False is the published interface, the mean of the whole sequence: LEAKY, every position sees all later
-    ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""
+    """False pools as the published interface does, the mean of the whole sequence: LEAKY, every position sees
+    all later ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""
+    first_region: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
@@ -276,19 +279,7 @@ class SegmentInterface:
         >>> SegmentInterface.parse("S=4,r=16")
         SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
         """
-        names = {"S": "segments", "r": "rank", "pool": "pool", "maps": "maps", "causal": "causal"}
-        settings: dict[str, Any] = {}
-        for part in text.split(","):
-            key, equals, value = (word.strip() for word in part.partition("="))
-            if not equals or key not in names:
-                problem = f"interface {text!r} has the part {part.strip()!r}"
-                remedy = f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
-                raise ConfigError(problem, setting="interface", given=text, remedy=remedy)
-            if names[key] in settings:
-                problem = f"interface {text!r} gives {key} twice"
-                raise ConfigError(problem, setting="interface", given=text, remedy="give each key once")
-            settings[names[key]] = _value(key, value)
-        return cls(**settings)
+        return cls(**parse_settings(text, _INTERFACE_KEYS))
 
     def segment(self, context: int) -> int:
         """ℓ, the positions of one segment."""
@@ -298,18 +289,19 @@ class SegmentInterface:
             raise ConfigError(problem, setting="segments", given=self.segments, remedy=remedy)
         return context // self.segments
 
+    def check(self, context: int, width: int) -> None:
+        self.segment(context)
 
-def _value(key: str, value: str) -> int | str | bool:
-    if key in ("S", "r"):
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(
-                f"interface {key} is {value!r}", setting="interface", given=value, allowed="a whole number"
-            ) from None
-    if key == "causal":
-        if value.lower() not in ("true", "false"):
-            problem = f"interface causal is {value!r}"
-            raise ConfigError(problem, setting="interface", given=value, allowed="true or false")
-        return value.lower() == "true"
-    return value
+    def build(self, width: int, context: int, before: BoundedRelay | None) -> BoundedRelay:
+        from topograd.nn.interface import SegmentRelay
+
+        return SegmentRelay(self, width, context, first=before is None)
+
+
+_INTERFACE_KEYS: Mapping[str, tuple[str, type]] = {
+    "S": ("segments", int),
+    "r": ("rank", int),
+    "pool": ("pool", str),
+    "maps": ("maps", str),
+    "causal": ("causal", bool),
+}

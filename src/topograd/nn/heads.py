@@ -5,6 +5,9 @@
 W_k starts at zero, so that adding per-stage heads changes no output. With `rank` r it is U_k V_k with
 U_k (vocab, r) zero and V_k (r, width) random: O(r (vocab + width)) parameters instead of O(vocab · width).
 With one stage, moving Δ from W to W_k changes nothing (Remark 5.3): a translation gauge.
+
+A stage s may start from the head of another: z_s = (W + W_k + W_s) x. The whole matrices are added up, each
+U V x is added behind, in this order; so with W_s = 0 it is z_k, bit for bit, whole or of low rank.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ class Head(nn.Module):
         self.softcap = softcap
         self.deltas = nn.ModuleDict()
         """By stage; a stage without one reads W alone."""
+        self.starts: dict[int, int] = {}
+        """The stage whose head another's delta is added to; one that is not here starts from W."""
 
     def add(self, stages: Iterable[int], rank: int | None = None) -> bool:
         """Give these stages a delta, of `rank` or else of the head's own; True if any was missing."""
@@ -72,6 +77,11 @@ class Head(nn.Module):
             delta = FullDelta(vocab, width) if rank is None else LowRankDelta(vocab, width, rank)
             self.deltas[str(stage)] = delta.to(device=self.weight.device, dtype=self.weight.dtype)
         return bool(missing)
+
+    def _parts(self, stage: int) -> list[nn.Module]:
+        """What is added to W for a stage, in order."""
+        stages = (self.starts[stage], stage) if stage in self.starts else (stage,)
+        return [self.deltas[str(k)] for k in stages if self.has_delta(k)]
 
     def has_delta(self, stage: int) -> bool:
         """Whether the stage has a head of its own."""
@@ -88,9 +98,12 @@ class Head(nn.Module):
 
     def matrix(self, stage: int, rows: Tensor | None = None) -> Tensor:
         """W + W_k, or W where stage k has no delta, on `rows` of the vocabulary."""
+        return self._sum(self._parts(stage), rows)
+
+    def _sum(self, parts: Iterable[nn.Module], rows: Tensor | None) -> Tensor:
         weight = self.weight if rows is None else self.weight[rows]
-        if self.has_delta(stage):
-            weight = weight + self.deltas[str(stage)](rows)
+        for part in parts:
+            weight = weight + part(rows)
         return weight
 
     def projection(self, normalize: Callable[[Tensor], Tensor], stage: int) -> Projection:
@@ -100,18 +113,22 @@ class Head(nn.Module):
         return Projection(normalize, weight, self.bias, self.softcap, factors)
 
     def low_rank(self, stage: int) -> tuple[Tensor, Tensor] | None:
-        """(U, V) of a stage whose delta is U V; None where it is whole, or there is none."""
-        delta = self.deltas[str(stage)] if self.has_delta(stage) else None
-        return (delta.up, delta.down) if isinstance(delta, LowRankDelta) else None
+        """(U, V) of a stage whose matrix is W + U V; None where it is another one, or W."""
+        parts = [part for part in self._parts(stage) if isinstance(part, LowRankDelta)]
+        if not parts or len(parts) < len(self._parts(stage)):
+            return None
+        if len(parts) == 1:
+            return parts[0].up, parts[0].down
+        return torch.cat([part.up for part in parts], 1), torch.cat([part.down for part in parts])
 
     def forward(self, x: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         bias = self.bias if self.bias is None or rows is None else self.bias[rows]
-        factors = self.low_rank(stage)
-        if factors is None:
-            return cap(F.linear(x, self.matrix(stage, rows), bias), self.softcap)
-        up, down = factors  # W x + U V x: nothing of W's size is made, and with U = 0 it is W x, bit for bit
-        z = F.linear(x, self.weight if rows is None else self.weight[rows], bias)
-        z = z + F.linear(F.linear(x, down), up if rows is None else up[rows])
+        parts = self._parts(stage)
+        thin = [part for part in parts if isinstance(part, LowRankDelta)]
+        z = F.linear(x, self._sum((part for part in parts if part not in thin), rows), bias)
+        for part in thin:  # nothing of W's size is made, and with U = 0 the sum stays as it is, bit for bit
+            up = part.up if rows is None else part.up[rows]
+            z = z + F.linear(F.linear(x, part.down), up)
         return cap(z, self.softcap)
 
 

@@ -32,9 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopologyError
 from topograd.nn.config import Maps, SegmentInterface
-from topograd.nn.relays import CausalRelay
+from topograd.nn.interface_config import InterfaceSettings
+from topograd.nn.relays import BoundedRelay, CausalRelay
 from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
 
@@ -59,7 +60,7 @@ class Map(nn.Module):
         return self.outer(F.gelu(self.inner(x)))
 
 
-class SegmentRelay(nn.Module, CausalRelay):
+class SegmentRelay(BoundedRelay, CausalRelay):
     """One boundary: Enc, α and LN where a region sends, Dec where the next one receives.
 
     Dec starts at zero, so that every region first sees the canvas alone.
@@ -67,8 +68,8 @@ class SegmentRelay(nn.Module, CausalRelay):
 
     def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
         super().__init__()
-        self.settings = settings
-        self.segment = settings.segment(context)
+        self.settings: SegmentInterface = settings
+        self.segment: int = settings.segment(context)
         self.encode = Map(settings.maps, width, width, settings.rank)
         self.decode = Map(settings.maps, settings.rank, width, width)
         self.alpha = None if first else nn.Parameter(torch.tensor(1.0))
@@ -127,6 +128,16 @@ class SegmentRelay(nn.Module, CausalRelay):
         decoded = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
         return ctx.x0 + F.pad(decoded, (0, 0, self.segment, 0))[:, :time]
 
+    def rows(self, context: int) -> int:
+        states = self.settings.segments - 1 if self.settings.causal else 1
+        return states * (self.settings.rank - 2)
+
+    def tangent(self, m: Tensor) -> Tensor:
+        """A LayerNorm's output has mean 0 and length √r: it moves orthogonally to 1 and to itself."""
+        exact = m.to(torch.promote_types(m.dtype, torch.float32))  # bfloat16 has no QR
+        dead = torch.stack((torch.ones_like(exact), exact), dim=-1)
+        return torch.linalg.qr(dead, mode="complete").Q[..., 2:]
+
     def send_next(self, history: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
         """The state at each new position, as if its segment ended there; only ends are ever read."""
         self._must_be_causal()
@@ -162,10 +173,27 @@ def _at(values: Tensor, positions: Tensor) -> Tensor:
     return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def add_interfaces(stack: Stack, settings: SegmentInterface, regions: int, width: int, context: int) -> None:
-    """Add the relays of `Topology.regions` that the stack lacks."""
+def add_interfaces(stack: Stack, settings: InterfaceSettings, regions: int, width: int, context: int) -> None:
+    """Add the relays of `Topology.regions` that the stack lacks, of any form."""
+    settings.check(context, width)
     like = next(stack.parameters())
-    for region in range(1, regions):
-        if interface_name(region) not in stack.learned_relays():
-            relay = SegmentRelay(settings, width, context, first=region == 1)
-            stack.add_relay(interface_name(region), relay.to(like.device, like.dtype))
+    before: BoundedRelay | None = None
+    for region in range(settings.first_region, regions):
+        name = interface_name(region)
+        if name not in stack.learned_relays():
+            relay = settings.build(width, context, before)
+            stack.add_relay(name, relay.to(like.device, like.dtype))
+        before = bounded_relay(stack, name)
+
+
+def bounded_relay(stack: Stack, name: str) -> BoundedRelay:
+    """The relay called `name`, which must be a bounded interface."""
+    relay = stack.relay(name)
+    if not isinstance(relay, BoundedRelay):
+        raise TopologyError(
+            f"a region reads through {name!r}, which is no interface",
+            setting="relay",
+            given=name,
+            remedy="build the topology with Topology.regions and the relays with add_interfaces",
+        )
+    return relay

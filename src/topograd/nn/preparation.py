@@ -10,8 +10,8 @@ from torch import nn
 
 from topograd.errors import StackError
 from topograd.nn.aux_heads import add_auxiliaries
-from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import add_interfaces
+from topograd.nn.interface_config import parse_interface
 from topograd.nn.learned_relays import add_relays
 from topograd.nn.stack import Stack, check_stack
 from topograd.topology.composition import Composition
@@ -35,7 +35,7 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
     add_relays(stack, wanted)
     add_auxiliaries(stack, plan)
     if wanted.interface is not None:
-        settings = SegmentInterface.parse(wanted.interface)
+        settings = parse_interface(wanted.interface)
         add_interfaces(stack, settings, len(plan.stages), stack.width, stack.context)
     for parameter in _to_freeze(stack, plan):
         parameter.requires_grad_(False)

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from topograd.nn.interface_config import InterfaceSettings
     from topograd.nn.stack import LayerContext
 
 
@@ -53,6 +54,35 @@ class CausalRelay(ABC):
     @abstractmethod
     def send_pooled(self, pooled: Tensor, received: Tensor | None) -> Tensor:
         """`send`, from hidden states at the positions that `needed` named."""
+
+
+class BoundedRelay(nn.Module, ABC):
+    """A bounded interface: a relay whose message m (batch, states, r) is all that crosses a boundary.
+
+    A scan builds the Jacobians of such messages (`interfaces/jacobian.py`). State s may depend on the states
+    up to s of the message that came in, and on the first (s + 1) `segment` positions; a form whose one state
+    reads all positions leaves `segment` out.
+    """
+
+    settings: InterfaceSettings
+    segment: int | None = None
+
+    @abstractmethod
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
+        """m_{k+1} from the region's output and m_k; region 0 received the canvas."""
+
+    @abstractmethod
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        """The region's input."""
+
+    def rows(self, context: int) -> int | None:
+        """How many rows of a Jacobian a scan must build with this context; None if it is not known."""
+        return None
+
+    def tangent(self, m: Tensor) -> Tensor | None:
+        """(..., r, q): an orthonormal basis of the directions in which a state m (..., r) can move, in
+        float32 or better; None means all r."""
+        return None
 
 
 class Identity:

@@ -1,4 +1,4 @@
-"""Interfaces that differ in one thing: causal all of them, and silenced on demand."""
+"""Interfaces that differ in one thing: causal all of them."""
 
 from typing import Any
 
@@ -11,12 +11,11 @@ from papers.latent_bounded_interfaces.interface_relays import (
     Authors,
     OwnPosition,
     Phase,
-    Silence,
     join_regions,
-    silenced,
 )
 from topograd.exec.forward import stage_outputs
 from topograd.exec.train_step import train_step
+from topograd.interfaces.ablation import silenced
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
@@ -120,19 +119,3 @@ def test_phase_zero_is_the_plain_interface() -> None:
     plain.load_state_dict(shared, strict=False)
     inputs = torch.randint(20, (2, CONTEXT))
     torch.testing.assert_close(logits(stack, plan, inputs), logits(plain, other, inputs))
-
-
-def test_silences() -> None:
-    stack, plan = model("segments")
-    inputs = torch.randint(20, (3, CONTEXT))
-    plain = logits(stack, plan, inputs)
-    found = {}
-    hows: tuple[Silence, ...] = ("zero", "shuffled", "mean")
-    for how in hows:
-        with silenced(stack, how):
-            found[how] = logits(stack, plan, inputs)
-    assert all(not torch.equal(one, plain) for one in found.values())
-    assert torch.equal(logits(stack, plan, inputs), plain), "it is over"
-    alone = inputs[:1].expand(3, -1)
-    with silenced(stack, "shuffled"):
-        torch.testing.assert_close(logits(stack, plan, alone), plain[:1].expand(3, -1, -1))

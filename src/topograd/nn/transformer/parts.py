@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from topograd.nn.transformer.config import BlockConfig
 
 INIT_STD = 0.02
+EPSILON = float(torch.finfo(torch.float32).eps)
+"""What F.rms_norm adds by default to float32."""
 
 
 def gelu_new(x: Tensor) -> Tensor:
@@ -42,6 +44,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": relu2,
 }
+
+
+def activation_name(function: Callable[[Tensor], Tensor]) -> str:
+    """The published name of an activation."""
+    return next(name for name, each in ACTIVATIONS.items() if each is function)
 
 
 class RMSNorm(nn.Module):
@@ -139,3 +146,10 @@ def gain_of(module: Norm) -> tuple[Tensor | None, Tensor | None]:
     if isinstance(module, nn.LayerNorm):
         return weight, module.bias.detach()
     return (1 + weight if module.around_one else weight), None
+
+
+def epsilon_of(module: Norm) -> float:
+    """ε of a norm; one without a gain has torch's own."""
+    if isinstance(module, nn.LayerNorm):
+        return module.eps
+    return module.epsilon if isinstance(module, RMSNorm) else EPSILON

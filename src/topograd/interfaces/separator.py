@@ -2,7 +2,7 @@
 
 Statement. The Jacobians of a chain of regions are exact only if region k reaches a later region through its
 messages alone ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Corollary 2.6: the
-message separates what is before it from what is behind). So hold every message of every `SegmentRelay` at
+message separates what is before it from what is behind). So hold every message of every `BoundedRelay` at
 its value in one forward, disturb what layer i of region k reads and returns by noise, and leave all else
 alone: other edges, attributes, buffers, modules that regions share. Then nothing behind region k may
 change, bit for bit. The message into a region is disturbed in the same way, for a relay may keep things as
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from topograd.errors import TopologyError
 from topograd.exec.forward import run_stage
-from topograd.nn.interface import SegmentRelay
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
@@ -151,7 +151,7 @@ def _noise_on_parameters(stack: Stack) -> Iterator[Callable[[], None]]:
 
 
 def _is_interface(stack: Stack, port: EdgeOutput) -> bool:
-    return isinstance(stack.relay(port.relay), SegmentRelay)
+    return isinstance(stack.relay(port.relay), BoundedRelay)
 
 
 def _check_repeatable(first: Seen, second: Seen) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from papers.latent_bounded_interfaces.separator import check_separator
 from raising import refused
 from topograd.errors import TopologyError
+from topograd.interfaces.separator import check_separator
 from topograd.nn.config import ARCHITECTURES, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentRelay, add_interfaces

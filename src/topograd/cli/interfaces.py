@@ -1,0 +1,126 @@
+"""`topograd interfaces rank|analyse MODEL`: what gradient needs at boundaries, what interfaces carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from topograd.cli.console import Json, ModelArgument, out, parse_one_of, print_json
+from topograd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.runs.session import LoadedTextRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """How many directions hold 90 and 99 % of the gradient's energy at every boundary between layers."""
+
+    model: ModelArgument
+    windows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    """Held-out windows of the model's context that are read."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analyse:
+    """Jacobians between regions, what silenced messages cost, and whether messages are all that crosses."""
+
+    model: ModelArgument
+    windows: Annotated[int, tyro.conf.arg(metavar="N")] = 4
+    """Held-out windows of the model's context that are read, at least 2."""
+    json: Json = False
+
+
+_QUESTIONS: dict[str, type[Rank | Analyse]] = {"rank": Rank, "analyse": Analyse}
+
+
+def run(argv: list[str]) -> int:
+    """Measure, print, return the exit code."""
+    args = parse_one_of(_QUESTIONS, argv, "interfaces")
+    match args:
+        case Rank():
+            _rank(args)
+        case Analyse():
+            _analyse(args)
+    return 0
+
+
+def _rank(args: Rank) -> None:
+    from topograd.interfaces.adjoint_rank import boundary_ranks
+
+    session, inputs, targets = _opened(args.model, args.windows, 1)
+    found = boundary_ranks(session.stack, session.plan, inputs, targets)
+    if args.json:
+        print_json({"run": str(args.model), "width": session.stack.width, "boundaries": found})
+        return
+    table = Table(title=f"Directions of {session.stack.width} that gradient needs", title_justify="left")
+    for column in ("behind layer", "90 %", "99 %", "effective rank"):
+        table.add_column(column, justify="right")
+    for one in found:
+        ranks = str(one["rank_90"]), str(one["rank_99"]), f"{one['effective_rank']:.1f}"
+        table.add_row(str(one["layer"]), *ranks)
+    out().print(table)
+
+
+def _analyse(args: Analyse) -> None:
+    from topograd.errors import TopologyError
+    from topograd.interfaces.ablation import ablated
+    from topograd.interfaces.analysis import analyse
+    from topograd.interfaces.separator import check_separator
+
+    session, inputs, targets = _opened(args.model, args.windows, 2)
+    stack, topology = session.stack, session.plan.topology
+    found = analyse(stack, topology, inputs, targets)
+    found["ablation"] = ablated(stack, topology, inputs, targets)
+    try:
+        check_separator(stack, topology, inputs)
+        found["path_past_interfaces"] = None
+    except TopologyError as error:
+        found["path_past_interfaces"] = str(error)
+    if args.json:
+        print_json({"run": str(args.model), **found})
+        return
+    out().print(f"loss {found['loss']:.4f}")
+    out().print(_regions_table(found))
+    out().print(_boundaries_table(found))
+    out().print(found["path_past_interfaces"] or "no path leads past the interfaces")
+
+
+def _regions_table(found: dict[str, Any]) -> Table:
+    names = ("local_norm", "suffix_norm", "rms", "effective_rank")
+    return _table("Jacobians of inner regions", "region", 2, {name: found[name] for name in names})
+
+
+def _boundaries_table(found: dict[str, Any]) -> Table:
+    columns = {name: found[name] for name in ("adjoint_norm", "message_rank", "message_spread")}
+    columns |= {f"cost of {how}": costs for how, costs in found["ablation"].items()}
+    return _table("Messages", "boundary", 1, columns)
+
+
+def _table(title: str, first: str, start: int, columns: dict[str, list[float]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, justify="right")
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
+    for k, row in enumerate(zip(*columns.values(), strict=True), start):
+        table.add_row(str(k), *(f"{value:.4g}" for value in row))
+    return table
+
+
+def _opened(model: Any, count: int, least: int) -> tuple[LoadedTextRun, Tensor, Tensor]:
+    """A run of text, and held-out windows for it."""
+    if count < least:
+        raise ConfigError(setting="windows", given=count, allowed=f"at least {least}")
+    from topograd.convert.model_argument import resolve_model
+    from topograd.runs.session import heldout_text, open_session
+
+    session = open_session(resolve_model(model))
+    text = heldout_text(session)
+    session.stack.eval()
+    return session, text.inputs[:count], text.targets[:count]

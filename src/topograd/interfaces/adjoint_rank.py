@@ -1,0 +1,99 @@
+"""How many directions gradient needs at every boundary of a trained model.
+
+Statement. With h_l (positions, width) the hidden states behind layer l, g_l = ∂L/∂h_l their adjoints, and σ
+the singular values of the matrix of all g_l,
+
+    rank_q = min r :  Σ_{i≤r} σ_i² >= q Σ_i σ_i²                           for q = 0.9 and 0.99
+
+is the smallest rank of a fixed subspace, the same at all positions, through which that share of the
+gradient's energy would cross the boundary: a subspace of fewer directions loses more. The effective rank
+exp(-Σ p log p), p = σ / Σ σ, is beside it.
+
+This is the question that "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" leaves open (§A,
+"effective interface rank"), read off the adjoints instead of whole Jacobians. The loss is the model's
+prediction on its own next tokens; gradient passes every boundary, whatever λ was in training.
+
+Cost: a forward, a backward, and an SVD of (positions, width) at each boundary. Limits: one linear subspace;
+what a learned, nonlinear interface could carry may be more. A rank is at most the number of positions: give
+several times the width. What is small in energy may still matter for learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.effective_rank import effective_rank
+from topograd.exec.forward import stage_logits
+from topograd.nn.stack import Stack
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+
+
+def boundary_ranks(
+    stack: Stack, topology: Topology | Plan, inputs: Tensor, targets: Tensor
+) -> list[dict[str, Any]]:
+    """Behind each layer but the last: `layer`, how many lie before it, and its ranks."""
+    found = []
+    for layer, adjoints in enumerate(boundary_adjoints(stack, topology, inputs, targets)[:-1], 1):
+        singular = torch.linalg.svdvals(adjoints.flatten(0, -2).double())
+        found.append(
+            {
+                "layer": layer,
+                "rank_90": energy_rank(singular, 0.9),
+                "rank_99": energy_rank(singular, 0.99),
+                "effective_rank": effective_rank(singular).item(),
+            }
+        )
+    return found
+
+
+def energy_rank(singular: Tensor, share: float) -> int:
+    """How many of the largest σ hold this share of Σ σ²; 0 where all are zero.
+
+    >>> energy_rank(torch.tensor([3.0, 1.0, 0.0]), 0.9), energy_rank(torch.tensor([3.0, 1.0]), 0.99)
+    (1, 2)
+    """
+    energy = singular.square().cumsum(0)
+    return 0 if energy[-1] == 0 else int((energy < share * energy[-1]).sum()) + 1
+
+
+def boundary_adjoints(
+    stack: Stack, topology: Topology | Plan, inputs: Tensor, targets: Tensor
+) -> list[Tensor]:
+    """∂L/∂h behind each layer, (batch, time, width); zero where the prediction does not read it."""
+    plan = Plan.of(topology, len(stack.layers))
+    last = plan.predicting()[-1]
+    x0 = stack.embed(inputs).detach().requires_grad_()  # a graph even where no parameter learns
+    with _outputs_kept(stack) as outputs:
+        logits = stage_logits(stack, plan, last, inputs, x0, lean=False)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    ran = [layer for layer in range(len(stack.layers)) if layer in outputs]
+    gradients = torch.autograd.grad(loss, [outputs[layer] for layer in ran], allow_unused=True)
+    known = {layer: g for layer, g in zip(ran, gradients, strict=True) if g is not None}
+    nothing = torch.zeros_like(x0)
+    return [known.get(layer, nothing).detach() for layer in range(len(stack.layers))]
+
+
+@contextmanager
+def _outputs_kept(stack: Stack) -> Iterator[dict[int, Tensor]]:
+    """The output of each layer that runs within, by its number."""
+    outputs: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            outputs[layer] = output
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(i)) for i, module in enumerate(stack.layers)]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,172 @@
+"""Forms of bounded interfaces by name, and their settings in words. Imports no torch.
+
+A form is written FORM:KEY=VALUE,..., as `residual:r=8`; without a form's name it is `segments`, as `S=8,r=8`.
+
+    segments    causal states of segments (`nn/interface.py`), the default
+    residual    the hidden state less the canvas, in a subspace (`nn/residual_interface.py`)
+    published   the interface of "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" as its
+                authors wrote it (`nn/published_interface.py`); not causal
+
+One of your own is package.module:attribute:KEY=VALUE,..., the attribute a class as `InterfaceSettings` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_args
+
+from topograd.errors import ConfigError
+from topograd.registry import Registry
+
+if TYPE_CHECKING:
+    from topograd.nn.relays import BoundedRelay
+
+Basis = Literal["fixed", "learned"]
+
+
+class InterfaceSettings(Protocol):
+    """What a form of bounded interfaces must have."""
+
+    first_region: ClassVar[int]
+    """The first region that reads through a relay of this form: 1, or 0 where the canvas makes a state."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether no position reads a later one."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The settings of KEY=VALUE,..."""
+
+    def check(self, context: int, width: int) -> None:
+        """Raise ConfigError where it does not fit a model's context and width."""
+
+    def build(self, width: int, context: int, before: BoundedRelay | None) -> BoundedRelay:
+        """The relay of one boundary, given the one of the boundary before it."""
+
+
+INTERFACES: Registry[type[InterfaceSettings]] = Registry(
+    "interface",
+    {
+        "segments": "topograd.nn.config:SegmentInterface",
+        "residual": "topograd.nn.interface_config:ResidualInterface",
+        "published": "topograd.nn.interface_config:PublishedInterface",
+    },
+)
+
+
+def parse_interface(text: str) -> InterfaceSettings:
+    """The settings of FORM:KEY=VALUE,...
+
+    >>> parse_interface("residual:r=8")
+    ResidualInterface(rank=8, basis='fixed', seed=0)
+    >>> parse_interface("S=4,r=16")
+    SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
+    """
+    form, _, settings = text.rpartition(":")
+    return INTERFACES[form.strip() or "segments"].parse(settings)
+
+
+def parse_settings(text: str, keys: Mapping[str, tuple[str, type]]) -> dict[str, Any]:
+    """Fields by name from KEY=VALUE,...; `keys` has the field and the type of each key."""
+    settings: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or key not in keys:
+            problem = f"interface {text!r} has the part {part.strip()!r}"
+            remedy = f"write it as S=8,r=8,pool=tail or residual:r=8 with keys from {', '.join(keys)}"
+            raise ConfigError(problem, setting="interface", given=text, remedy=remedy)
+        name, kind = keys[key]
+        if name in settings:
+            problem = f"interface {text!r} gives {key} twice"
+            raise ConfigError(problem, setting="interface", given=text, remedy="give each key once")
+        settings[name] = _value(key, value, kind)
+    return settings
+
+
+def _value(key: str, value: str, kind: type) -> int | str | bool:
+    if kind is int:
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(
+                f"interface {key} is {value!r}", setting="interface", given=value, allowed="a whole number"
+            ) from None
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            problem = f"interface {key} is {value!r}"
+            raise ConfigError(problem, setting="interface", given=value, allowed="true or false")
+        return value.lower() == "true"
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualInterface:
+    """The shape of interfaces in a subspace of the hidden state."""
+
+    rank: int = 8
+    """r, the directions that cross; the model's width makes the dense model."""
+    basis: Basis = "fixed"
+    """U: fixed is random, orthonormal and the same at every boundary; learned begins there, and each boundary
+    has its own."""
+    seed: int = 0
+    """Of U."""
+    first_region: ClassVar[int] = 1
+    causal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.basis not in get_args(Basis):
+            allowed = f"one of {', '.join(get_args(Basis))}"
+            raise ConfigError(setting="basis", given=self.basis, allowed=allowed)
+        if self.rank < 1:
+            raise ConfigError(setting="rank", given=self.rank, allowed="at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
+
+    @classmethod
+    def parse(cls, text: str) -> ResidualInterface:
+        """The settings of a text such as r=8,basis=learned."""
+        return cls(
+            **parse_settings(text, {"r": ("rank", int), "basis": ("basis", str), "seed": ("seed", int)})
+        )
+
+    def check(self, context: int, width: int) -> None:
+        if self.rank > width:
+            raise ConfigError(setting="rank", given=self.rank, allowed=f"at most {width}, the model's width")
+
+    def build(self, width: int, context: int, before: BoundedRelay | None) -> BoundedRelay:
+        from topograd.nn.residual_interface import ResidualRelay
+
+        return ResidualRelay(self, width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedInterface:
+    """The shape of the authors' interfaces: one state of r numbers for a whole sequence."""
+
+    rank: int = 16
+    """r, the size of the state."""
+    first_region: ClassVar[int] = 0
+    causal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 3:
+            allowed = "at least 3, for a LayerNorm of fewer numbers passes no gradient"
+            raise ConfigError(setting="rank", given=self.rank, allowed=allowed)
+
+    @classmethod
+    def parse(cls, text: str) -> PublishedInterface:
+        """The settings of a text such as r=16."""
+        return cls(**parse_settings(text, {"r": ("rank", int)}))
+
+    def check(self, context: int, width: int) -> None:
+        """Any context and width will do."""
+
+    def build(self, width: int, context: int, before: BoundedRelay | None) -> BoundedRelay:
+        from topograd.nn.published_interface import FirstPublishedRelay, PublishedRelay
+
+        if before is None:
+            return FirstPublishedRelay(self, width)
+        start = before.start if isinstance(before, FirstPublishedRelay) else None
+        return PublishedRelay(self, width, start)

@@ -1,0 +1,65 @@
+"""`topograd interfaces rank|analyse MODEL`: a run's numbers in one object, in tables, and refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from topograd.interfaces.adjoint_rank import boundary_ranks
+from topograd.runs.session import heldout_text, open_session
+
+
+@pytest.fixture(scope="module")
+def regions(size: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from topograd.cli.main import main
+
+    folder = tmp_path_factory.mktemp("runs") / "regions"
+    words = ["--partition", "1,1,1,1", "--model.layers", "4", "--interface", "S=4,r=4", "--steps", "4"]
+    assert main(["train", *size, *words, "--out", str(folder), "--json"]) == 0
+    return folder
+
+
+def test_rank_of_a_dense_run(backprop: Path, call: Any) -> None:
+    found = call("interfaces", "rank", backprop, "--windows", 3, "--json").json
+    session = open_session(backprop)
+    text = heldout_text(session)
+    expected = boundary_ranks(session.stack, session.plan, text.inputs[:3], text.targets[:3])
+    assert found["boundaries"] == expected
+    assert [set(one) >= {"layer", "rank_90", "rank_99"} for one in expected] == [True]
+    assert "behind layer" in call("interfaces", "rank", backprop).out
+
+
+def test_analyse(regions: Path, call: Any) -> None:
+    found = call("interfaces", "analyse", regions, "--json").json
+    assert len(found["local_norm"]) == 2
+    assert len(found["spectrum"][0]) == 12
+    assert {how: len(costs) for how, costs in found["ablation"].items()} == {
+        "zero": 3,
+        "shuffled": 3,
+        "mean": 3,
+    }
+    assert found["path_past_interfaces"] is None
+    shown = call("interfaces", "analyse", regions).out
+    assert "Jacobians of inner regions" in shown
+    assert "no path leads past the interfaces" in shown
+
+
+def test_analyse_leaves_the_run_as_it_is(regions: Path, call: Any) -> None:
+    before = open_session(regions).stack.state_dict()
+    call("interfaces", "analyse", regions, "--json")
+    after = open_session(regions).stack.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["analyse", "BACKPROP"], "it must be a chain of at least two regions"),
+        (["rank", "BACKPROP", "--windows", "0"], "--windows is 0; it must be at least 1"),
+        (["analyse", "BACKPROP", "--windows", "1"], "--windows is 1; it must be at least 2"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(words: list[str], said: str, backprop: Path, call: Any) -> None:
+    given = [str(backprop) if word == "BACKPROP" else word for word in words]
+    assert said in call("interfaces", *given).refusal
