@@ -67,8 +67,8 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
     ("words", "said"),
     [
         (
-            ["specialist", "attach", "BASE", "--out", "NEW", "--layers", "0"],
-            "--layers is 0; it must be at least 1",
+            ["specialist", "attach", "BASE", "--out", "NEW", "--layers", "-1"],
+            "--layers is -1; it must be at least 0",
         ),
         (
             ["specialist", "attach", "BASE", "--out", "NEW", "--rank", "2", "--whole-head"],

@@ -6,16 +6,20 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from raising import refused
+from topograd.convert.importing import import_model
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
-from topograd.runs.adapter import Adapter, update_adapter
-from topograd.runs.session import LoadedTextRun
+from topograd.nn.gpt import GPT
+from topograd.nn.transformer.parts import RMSNorm
+from topograd.runs.adapter import Adapter, BaseIdentity, update_adapter
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.align import alignment, carry, compared, versions
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
@@ -81,9 +85,53 @@ def test_a_turned_base_gets_the_same_specialist(
     assert versions(old, new)["residual"] < 1e-6
 
 
+@pytest.mark.parametrize("architecture", ["mamba2", "mamba3", "hybrid"])
+@torch.no_grad()
+def test_other_mixers_turn_with_the_stream(gpt: LoadedTextRun, tmp_path: Path, architecture: str) -> None:
+    """A specialist whose base's head is turned computes the same from turned states."""
+    torch.manual_seed(0)
+    assert isinstance(gpt.stack, GPT)
+    config = replace(gpt.stack.config, architecture=architecture, ssm_state=4, x0_blend=False)
+    old = replace(gpt, stack=GPT(config).double().eval())
+    q, _ = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))
+    turned = copy.deepcopy(old.stack)
+    turned.get_parameter("head.weight").copy_(old.stack.get_parameter("head.weight") @ q)
+    new = replace(old, stack=turned, weights="turned")
+    adapter = learned(old, tmp_path / "s")
+    carried = carry(adapter, old, new, tmp_path / "t")
+    h, ids = torch.randn(1, 7, 16, dtype=torch.float64), torch.randint(200, (1, 7))
+    logits = []
+    for base, each, states in ((old, adapter, h), (new, carried, h @ q)):
+        attached = attach(base, {"s": each})
+        ctx = attached.stack.layer_context(states, ids)
+        for layer in attached.part("s").layers:
+            states = layer(states, ctx)
+        logits.append(attached.stack.readout(states, attached.stages["s"]))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_norms_that_do_not_turn_are_refused(
+    family: str, source: Callable[[str], tuple[Path, Any]], imported: LoadedTextRun, tmp_path: Path
+) -> None:
+    if family == "gpt2":
+        import_model(source("gpt2")[0], tmp_path / "run", partition="2,2")
+        base = open_session(tmp_path / "run")
+    else:
+        stack = copy.deepcopy(imported.stack)
+        for layer in stack.layers:
+            layer.attention_post_norm = layer.mlp_post_norm = RMSNorm(32, 1e-6, around_one=True)
+        base = replace(imported, stack=stack)
+    adapter = new_specialist(tmp_path / "s", imported)
+    adapter = replace(adapter, base=BaseIdentity.of(base))
+    with refused(ConfigError, setting="folder"):
+        carry(adapter, base, replace(base, weights="another"), tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
 def test_the_maps_are_least_squares(gpt: LoadedTextRun) -> None:
     other = trained_on(gpt)
-    a, b = alignment(gpt.stack, other.stack)
+    a, b = alignment(gpt, other)
     w1, w2 = (s.stack.get_parameter("head.weight").double() for s in (gpt, other))
     for left, right, solved in ((w2, w1, a), (w1, w2, b)):
         residual = left @ solved - right

@@ -98,8 +98,8 @@ def test_stages_beside_one_another_hear_the_base() -> None:
     plan = Plan.of(topology, 6)
     assert [[port.source for port, _ in stage.inputs] for stage in plan.stages[2:]] == [[1], [1]]
     assert [stage.stage.frozen for stage in plan.stages] == [True, True, False, False]
-    forest = Topology.forest(["1", "1"]).with_specialists((1, 1))
-    assert [[e.source for e in stage.sources] for stage in forest.stages[2:]] == [[0, 1], [0, 1]]
+    forest = Topology.forest(["1", "1"]).with_specialists((1, 1), source=1)
+    assert [[e.source for e in stage.sources] for stage in forest.stages[2:]] == [[1], [1]]
 
 
 def test_the_wrong_base_is_refused_by_name(bases: Bases, tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_base_that_changed_by_one_bit_is_refused(bases: Bases, tmp_path: Path)
 
 def test_what_cannot_be_attached_is_refused(bases: Bases, tmp_path: Path) -> None:
     base = bases["gpt"]
-    with refused(ConfigError, setting="layers", given=0):
-        new_specialist(tmp_path / "s", base, layers=0)
+    with refused(ConfigError, setting="layers", given=-1):
+        new_specialist(tmp_path / "s", base, layers=-1)
     assert not (tmp_path / "s").exists()
     adapter = new_specialist(tmp_path / "s", base)
     with refused(ConfigError, setting="specialists", given="s"):

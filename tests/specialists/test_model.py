@@ -15,6 +15,7 @@ from topograd.exec.forward import Predictor
 from topograd.runs.adapter import update_adapter
 from topograd.runs.session import LoadedTextRun
 from topograd.runtime.choice import installed
+from topograd.runtime.native.library import missing_reason
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.model import Mixed, SpecialistPool, open_composed
 
@@ -46,13 +47,15 @@ def by_hand(pool: SpecialistPool, prompt: list[int], weights: dict[str, float], 
 
 @pytest.mark.covers("gpt", "decode", "runtime", feature="specialists")
 @pytest.mark.covers("imported", "decode", "runtime", feature="specialists")
-@pytest.mark.parametrize("runtime", ["torch", "onnx"])
+@pytest.mark.parametrize("runtime", ["torch", "onnx", "native"])
 @pytest.mark.parametrize("which", ["gpt", "imported"])
 def test_a_mixed_batch_is_what_each_row_is_alone(
     bases: Bases, which: str, runtime: str, tmp_path: Path
 ) -> None:
     if runtime == "onnx" and not installed():
         pytest.skip("onnxruntime is not installed")
+    if runtime == "native" and (reason := missing_reason()):
+        pytest.skip(reason)
     pool = SpecialistPool.open(bases[which], folders(bases[which], tmp_path), runtime=runtime)
     assert pool.engine.runtime.name == runtime
     prompts = [pool.model().encode(prompt)[:8] for prompt in PROMPTS]

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from topograd.cli.console import Json, note, number, out, parse_one_of, print_json
 from topograd.cli.progress import counted, say_how_to_resume, training_progress
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, RunError
 from topograd.limits import DEPTH, SEED, SIZE, check_numbers
 from topograd.specialists.settings import FineTune
 
@@ -33,7 +33,7 @@ class Attach:
     out: Path
     """The specialist's folder, new or empty."""
     layers: int = 1
-    """Layers of the new stage."""
+    """Layers of the new stage; 0 is a head alone."""
     rank: Annotated[int | None, tyro.conf.arg(metavar="R")] = None
     """Rank of its own head; by default whole for a small vocabulary, 16 for one of 8192 tokens or more."""
     whole_head: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -45,7 +45,7 @@ class Attach:
     json: Json = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, layers=DEPTH, rank=SIZE, seed=SEED)
+        check_numbers(self, layers=(0, DEPTH[1]), rank=SIZE, seed=SEED)
         if self.rank is not None and self.whole_head:
             raise ConfigError("--rank and --whole-head are both given", remedy="give one of them")
 
@@ -80,7 +80,7 @@ def _attach(args: Attach) -> int:
         "head_rank": adapter.settings["head_rank"],
         "parameters": numbers,
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
-        "insertion_max_abs_logit_delta": read.base_max_abs_logit_delta,
+        "identity": read.base_max_abs_logit_delta,
     }
     if args.json:
         print_json(answer)
@@ -89,7 +89,7 @@ def _attach(args: Attach) -> int:
         out().print(
             f"{args.out}: {args.layers} layers behind layer {answer['first_layer']} of {args.base} and "
             f"{head}, {numbers / 1e6:.2f} M parameters; logits changed by "
-            f"{answer['insertion_max_abs_logit_delta']}",
+            f"{answer['identity']}",
             soft_wrap=True,
         )
         note(f"train it with: topograd specialist finetune {args.out} --data CHAT.jsonl")
@@ -273,6 +273,8 @@ def _route(args: Route) -> int:
         chosen = router.choose(pool.attached, pool.model().encode(args.prompt))
         answer |= {"prompt": args.prompt, "specialists": dict(chosen)}
     else:
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):  # before long work
+            raise RunError(setting="out", given=args.out, allowed="an empty folder, or a new one")
         texts = [rows_of(path, pool.attached, args.context) for path in args.data]
         work = args.out.with_name(f"{args.out.name}.work")
         router, found = train_router(

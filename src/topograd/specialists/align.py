@@ -14,8 +14,12 @@ orthogonal up to a factor. So it is the exact map for a rotation of the base, a 
 few steps of training mend the rest. Gains of the specialist's own norms go into the matrices behind them.
 
 Minor versions (trained on, same shape) need little: A and B are near the identity. Major ones (trained anew)
-are what this is for. Limits: bases whose layers have the same shape and whose tokenizers are the same; a
-whole head is carried as W_s B. `versions` tells minor from major, by the residual of the heads.
+are what this is for. A whole head is carried as W_s B. `versions` tells minor from major, by the residual of
+the heads, W + W_K where the stage that the specialist reads has one of its own.
+
+Limits: bases whose layers have the same shape and whose tokenizers are the same. Layers whose norm takes the
+mean off or has a gain behind what is written (LayerNorm of GPT-2; the norms behind each part of Gemma 2 and
+3) do not turn with the stream, and are refused.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from torch import Tensor, nn
 from topograd.errors import ConfigError
 from topograd.nn.heads import FullDelta, LowRankDelta
 from topograd.nn.stack import Stack
+from topograd.nn.transformer.parts import TransposedLinear
 from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter
 from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import (
@@ -48,18 +53,19 @@ from topograd.specialists.interference import token_losses
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 
-READS = ("query", "key", "value", "qkv", "up", "gate")
-WRITES = ("output", "down")
+READS = ("query", "key", "value", "qkv", "up", "gate", "in_proj")
+WRITES = ("output", "down", "out_proj")
 
 
-def head_matrix(stack: Stack) -> Tensor:
-    """W behind the gain of the last norm, in float64: (vocab, width)."""
-    head = stack.shared_head
+def head_matrix(base: LoadedTextRun) -> Tensor:
+    """The head that a specialist starts from behind the gain of the last norm, in float64: (vocab, width)."""
+    head = base.stack.shared_head
     assert head is not None, "a specialist's base has one"
-    return head.weight.detach().double() * _last_gain(stack)
+    stage = base.plan.prediction.full[-1][0]
+    return head.matrix(stage).detach().double() * _last_gain(base.stack)
 
 
-def alignment(old: Stack, new: Stack) -> tuple[Tensor, Tensor]:
+def alignment(old: LoadedTextRun, new: LoadedTextRun) -> tuple[Tensor, Tensor]:
     """(A, B): from the old base's space to the new one's, and back."""
     w1, w2 = head_matrix(old), head_matrix(new)
     return torch.linalg.lstsq(w2, w1).solution, torch.linalg.lstsq(w1, w2).solution
@@ -67,8 +73,8 @@ def alignment(old: Stack, new: Stack) -> tuple[Tensor, Tensor]:
 
 def versions(old: LoadedTextRun, new: LoadedTextRun) -> dict[str, Any]:
     """How far two versions are apart: relative residuals of the alignment, and of doing nothing."""
-    w1, w2 = head_matrix(old.stack), head_matrix(new.stack)
-    a, _ = alignment(old.stack, new.stack)
+    w1, w2 = head_matrix(old), head_matrix(new)
+    a, _ = alignment(old, new)
     size = torch.linalg.norm(w1)
     nothing = float(torch.linalg.norm(w1 - w2) / size) if w1.shape == w2.shape else None
     residual = float(torch.linalg.norm(w1 - w2 @ a) / size)
@@ -86,7 +92,7 @@ def carry(
     attached = attach(old, {"old": adapter})
     part = attached.part("old")
     if aligned:
-        a, b = alignment(old.stack, new.stack)
+        a, b = alignment(old, new)
         with torch.no_grad():
             for layer in part.layers:
                 _carry_layer(layer, a, b)
@@ -175,6 +181,19 @@ def _check(adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun) -> None:
             given=str(new.run.folder),
             remedy="train a new specialist",
         )
+    if any(isinstance(m, nn.LayerNorm | TransposedLinear) for m in old.stack.modules()) or _post_norms(old):
+        raise ConfigError(
+            f"the norms of {old.run.folder} take the mean off or stand behind what a layer writes, which no "
+            "map between two streams keeps",
+            setting="folder",
+            given=str(adapter.folder),
+            allowed="a specialist of a base with gains before its layers alone, as Llama's or a GPT's",
+            remedy="train a new specialist",
+        )
+
+
+def _post_norms(base: LoadedTextRun) -> bool:
+    return any(getattr(layer, "attention_post_norm", None) is not None for layer in base.stack.layers)
 
 
 def _carry_layer(layer: nn.Module, a: Tensor, b: Tensor) -> None:

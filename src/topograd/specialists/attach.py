@@ -4,11 +4,13 @@
 
 The specialist s is a stage of `layers` new layers behind the end of the base, with a head of its own:
 
-    h_s = f_s(h_base),     z_s = (W + W_s) norm(h_s)            "Product of Experts" §6.1, §6.5 eq. 10
+    h_s = f_s(h_K),     z_s = (W + W_K + W_s) norm(h_s)            "Product of Experts" §6.1, §6.5 eq. 10
 
-W is the base's head, frozen; W_s starts at zero, whole or U V of rank r. The output matrices of the new
-layers start at zero too, so that h_s = h_base and z_s = z_base when it is inserted, bit for bit. Gradient
-stops at the end of the base, so nothing that the base computes can change.
+K is the last stage that the base predicts by, and W + W_K its head, frozen; W_s starts at zero, whole or U V
+of rank r. The output matrices of the new layers start at zero too, so that h_s = h_K and z_s = z_K when it is
+inserted, bit for bit. What the base predicts, Σ_j w_j z_j (one stage, a sum, a mean, the branches of a
+forest), becomes Σ_{j≠K} w_j z_j + w_K z_s, which is trained as it predicts. Gradient stops at the end of the
+base, so nothing that the base computes can change. A specialist of 0 layers is a head alone: h_s = h_K.
 
 Layers have absolute indices: whatever alternates by layer is counted on from the base's end, for every
 specialist alike, so that one can be attached alone or beside others (appendix D.1). Specialists stand beside
@@ -29,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from topograd.errors import CheckpointError, ConfigError
+from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.limits import DEPTH, SIZE, check_numbers
 from topograd.nn.capabilities import Growable
+from topograd.nn.heads import Head
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter, open_adapter
@@ -56,10 +59,12 @@ class Shape:
     head_rank: int | None = None
     """Rank of its own head; None is a whole matrix."""
     objective: str = "cross-entropy"
+    behind: int | None = None
+    """The stage K of the base that it reads; None in folders of before version 0.4, where it was the end."""
     tokens: tuple[NewToken, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        check_numbers(self, layers=DEPTH, head_rank=SIZE)
+        check_numbers(self, layers=(0, DEPTH[1]), head_rank=SIZE)
 
     @classmethod
     def of(cls, adapter: Adapter) -> Shape:
@@ -67,7 +72,7 @@ class Shape:
         settings = adapter.settings
         tokens = tuple(NewToken(**token) for token in settings.get("tokens", ()))
         known = {name: settings[name] for name in ("layers", "first_layer", "head_rank", "objective")}
-        return cls(**known, tokens=tokens)
+        return cls(**known, behind=settings.get("behind"), tokens=tokens)
 
     def settings(self) -> dict[str, Any]:
         """As topograd_adapter.json has it."""
@@ -133,12 +138,13 @@ def new_specialist(
     rank = head_rank
     if rank is None and not whole_head and base.stack.vocab >= RANK_FROM_VOCAB:
         rank = RANK
-    summed = base.plan.prediction.kind == "sum"
+    full = base.plan.prediction.full
     shape = Shape(
         layers=layers,
         first_layer=len(base.stack.layers),
         head_rank=rank,
-        objective="residual" if summed else "cross-entropy",
+        objective="cross-entropy" if len(full) == 1 else "pooled",
+        behind=full[-1][0],
         tokens=tuple(tokens),
     )
     torch.manual_seed(seed)
@@ -188,18 +194,42 @@ def _attached(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> Attached:
     vocabulary = Vocabulary(base.tokenizer, base.stack.vocab, tokens)
     stack = copied(base.stack)
     with_new_rows(stack, vocabulary)
-    topology = base.plan.topology
+    topology, source = base.plan.topology, _source(base, shapes)
     depths = [shape.layers for shape in shapes.values()]
     if shapes:
-        topology = topology.with_specialists(depths, next(iter(shapes.values())).objective)
+        topology = topology.with_specialists(depths, next(iter(shapes.values())).objective, source)
     first = len(base.plan.stages)
     for shape, depth in zip(shapes.values(), depths, strict=True):
         stack.append_layers(depth, index=shape.first_layer)  # type: ignore[operator]
     for stage, shape in enumerate(shapes.values(), first):
         stack.add_heads([stage], shape.head_rank)
+        stack.shared_head.starts[stage] = source  # type: ignore[union-attr]
     plan = prepare(stack, topology) if shapes else base.plan
     stages = {name: first + i for i, name in enumerate(shapes)}
     return Attached(base, stack.eval(), plan, stages, vocabulary)
+
+
+def _source(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> int:
+    """The stage K behind which specialists stand."""
+    prediction, head = base.plan.prediction, base.stack.shared_head
+    if prediction.path is not None:
+        raise ConfigError(
+            "the base predicts by a path that skips stages",
+            setting="prediction",
+            remedy="specialists need another base",
+        )
+    last = prediction.full[-1][0]
+    plain = len(prediction.full) == 1 and head is not None and not head.has_delta(last)
+    for name, shape in shapes.items():
+        if shape.behind is None and not (plain and base.plan.topology.leaves() == [last]):
+            raise RunError(
+                f"{name} was attached before version 0.4 to a base of several heads or predictions, where it "
+                "began as another model than its base",
+                setting="specialists",
+                given=name,
+                remedy="attach a new one",
+            )
+    return last
 
 
 def copied(stack: Stack) -> Stack:
@@ -214,7 +244,8 @@ def copied(stack: Stack) -> Stack:
     assert isinstance(twin, Stack)
     twin.layers = nn.ModuleList(stack.layers)
     own = shallow(head)
-    own.deltas = nn.ModuleDict(dict(head.deltas.items()))
+    assert isinstance(own, Head)
+    own.deltas, own.starts = nn.ModuleDict(dict(head.deltas.items())), dict(head.starts)
     twin._modules["head"] = own
     return twin
 
@@ -236,7 +267,7 @@ def card(name: str, base: LoadedTextRun, shape: Shape, lines: Sequence[str] = ()
         [
             f"# {name}",
             "",
-            f"A specialist: {shape.layers} layers and {head} behind the frozen base "
+            f"A specialist: {shape.layers or 'no'} layers and {head} behind the frozen base "
             f"`{base.run.folder.name}`. The base is not in this folder; it is referred to by hash:",
             "",
             f"- weights `{base.weights}`",

@@ -55,20 +55,13 @@ def composed_terms(attached: Attached, weights: Weights, pool: Pool = "deltas") 
 
 
 def alone(attached: Attached, name: str) -> Terms:
-    """What the base predicts by with one specialist: its stage, behind those whose sum it corrects."""
-    stage = attached.stages[name]
-    summed = attached.plan.topology.stages[stage].objective == "residual"
-    return (*(attached.base.plan.prediction.full if summed else ()), (stage, 1.0))
+    """What the base predicts by with one specialist: its stage in the place of the one that it reads."""
+    *others, (_, weight) = attached.base.plan.prediction.full
+    return (*others, (attached.stages[name], weight))
 
 
 def check_weights(attached: Attached, weights: Weights) -> None:
     """Refuse names that are not attached and weights that are no sensible number."""
-    if attached.base.plan.prediction.path is not None:
-        raise ConfigError(
-            "the base predicts by a path that skips stages",
-            setting="prediction",
-            remedy="specialists need another base",
-        )
     for name, weight in weights.items():
         if name not in attached.stages:
             known = ", ".join(attached.stages) or "none"

@@ -85,6 +85,7 @@ class FineTuning(Task):
         self.digest = hashlib.sha256(tokens).hexdigest()
         self.bind(settings)
         self.stack = self.attached.stack.train()
+        self.plan = composed(self.attached, {NAME: 1.0})
         self.model = self.part = self.attached.part(NAME)
         chosen = settings.optimizer(self.session.config.optimizer)
         self.loop = StepRunner(self.stack, make_optimizers(self.stack, chosen), clip=chosen.clip)
@@ -175,15 +176,20 @@ class FineTuning(Task):
             self.inputs,
             self.targets,
             base=f"{self.session.weights}+{self.attached.vocabulary.size}",
-            layers=[len(self.session.stack.layers)],
+            layers=self._read_layers(),
             batch=self.settings.batch,
             on_rows=on_rows,
         )
 
+    def _read_layers(self) -> list[int]:
+        """Behind which layers the states are read: those of the stages that it predicts with."""
+        stages = self.session.plan.topology.stages
+        return sorted({stages[k].stop for k, _ in self.session.plan.prediction.full})
+
     def step(self, step: int) -> StepRecord:
         assert self.loader is not None, "`prepare` opens it"
         self.loop.optimizers.set_rates(step, self.settings.steps)
-        done = self.loop.step(self.attached.plan, [next(self.loader)], step + 1)
+        done = self.loop.step(self.plan, [next(self.loader)], step + 1)
         return StepRecord([float(done.losses[self.attached.stages[NAME]])], {"grad_norm": done.norm})
 
     def evaluate(self, step: int) -> Reading:

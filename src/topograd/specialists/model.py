@@ -8,7 +8,7 @@ Models of one pool share the base's weights as they are laid out for decoding, a
 batch runs as one: the base once for all sequences, then each specialist on those that want it, then one
 readout for each stage. A text is what it would be alone, but for the rounding of another batch shape.
 
-The runtime is the base's: ONNX Runtime where it can run the model, else torch (`runtime/choice.py`).
+The runtime is the base's: the fastest that can run the model (`runtime/choice.py`).
 
 Cost: what is inactive is not run. A low-rank head costs r (vocab + width) beside the base's head, which is
 read once.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError
+from topograd.nn.heads import LowRankDelta
 from topograd.nn.stack import Stack
 
 MAX_TOKENS = 256
@@ -112,17 +113,27 @@ def with_new_rows(stack: Stack, vocabulary: Vocabulary) -> None:
     if not vocabulary.new:
         return
     extended: dict[int, nn.Embedding] = {}
-    head = stack.head
-    assert isinstance(head, nn.Module)
+    head = stack.shared_head
+    assert head is not None, "`copied` has checked it"
     _extend_tables(stack, vocabulary, extended)
     stack.config = replace(stack.config, vocab=vocabulary.size)  # type: ignore[type-var]
     if id(head.weight) in extended:  # tied: one matrix, as it was
         head.weight = extended[id(head.weight)].weight
     else:
-        assert isinstance(head.weight, Tensor)
         head.weight = nn.Parameter(_grown(head.weight, vocabulary), requires_grad=False)
     if isinstance(head.bias, Tensor):
         head.bias = nn.Parameter(_grown(head.bias, vocabulary), requires_grad=False)
+    for stage, delta in list(head.deltas.items()):
+        head.deltas[stage] = _grown_delta(delta, vocabulary)
+
+
+def _grown_delta(delta: nn.Module, vocabulary: Vocabulary) -> nn.Module:
+    """A stage's own head with the new rows: of the whole matrix, or of U where it is U V."""
+    twin = shallow(delta)
+    name = "up" if isinstance(delta, LowRankDelta) else "weight"
+    rows = _grown(delta.get_parameter(name), vocabulary)
+    twin._parameters[name] = nn.Parameter(rows, requires_grad=False)
+    return twin
 
 
 def _extend_tables(parent: nn.Module, vocabulary: Vocabulary, extended: dict[int, nn.Embedding]) -> None:
