@@ -90,15 +90,18 @@ def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     folder = tmp_path_factory.mktemp("session")
     (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
 
-    def make(stages: int, step: int = 0) -> LoadedTextRun:
+    def make(stages: int, step: int = 0, **topology: Any) -> LoadedTextRun:
+        if "graph" not in topology:
+            topology["partition"] = ",".join(["1"] * stages)
         config = TrainConfig(
-            topology=TopologyConfig(partition=",".join(["1"] * stages)),
+            topology=TopologyConfig(**topology),
             data=str(folder / "corpus.txt"),
             tokenizer="bytes",
             eval_bytes=300,
             model=GPTConfig(layers=stages, width=16, heads=2, context=16),
         )
-        trainer = start(config, folder / f"run-{stages}-{step}")
+        name = "-".join([str(stages), str(step), *(f"{value}" for value in topology.values())])
+        trainer = start(config, folder / f"run-{name}")
         with torch.no_grad():
             for parameter in trainer.task.stack.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))

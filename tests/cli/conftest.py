@@ -56,6 +56,6 @@ def spec(straight: Run, call: Call, tmp_path: Path) -> Path:
     """A specialist of one layer, as `attach` makes it."""
     folder = tmp_path / "spec"
     found = call("specialist", "attach", straight.folder, "--layers", 1, "--out", folder, "--json").json
-    assert found["insertion_max_abs_logit_delta"] == 0.0
+    assert found["identity"] == 0.0
     assert found["first_layer"] == 2
     return folder

@@ -9,6 +9,7 @@ from topograd.cli import bench as module
 from topograd.cli.bench import curve_table, decode_table
 from topograd.decode.benchmark import EPS
 from topograd.decode.calibration import measure
+from topograd.runtime.choice import preferred
 
 SHORT = "--prompts 2 --prompt-tokens 4 --tokens 4 --rounds 1 --bytes 300 --rows 2"
 NUMBERS = {"speedup": 1.234, "agreement": 0.99876, "identical": 0.83, "mean_stage": 3.21}
@@ -19,10 +20,21 @@ def test_what_is_measured_as_json(staged: Path, call: Any) -> None:
     results = answer.json
     assert f"measuring {staged}" in answer.err
     assert list(results) == [
-        *("run", "runtime", "weights", "threads", "settings", "full", "prefix", "wand", "speculate"),
+        *(
+            "run",
+            "runtime",
+            "weights",
+            "threads",
+            "tokens_per_second",
+            "settings",
+            "full",
+            "prefix",
+            "wand",
+            "speculate",
+        ),
         *("sampled", "batch", "row_costs", "rows", "bandwidth_share", "ways"),
     ]
-    assert (results["runtime"], results["weights"]) == ("onnx", "float32")
+    assert (results["runtime"], results["weights"]) == (preferred(), "float32")
     assert results["rows"]["1"] == 1.0
     assert results["bandwidth_share"] > 0
     assert results["run"] == str(staged)

@@ -21,8 +21,8 @@ def test_as_json(call: Any) -> None:
     found = answer.json
     assert answer.err == ""
     assert list(found) == [
-        *("topograd", "python", "platform", "cpus", "torch", "runtime", "packages", "extras", "cache"),
-        *("reference", "disk", "problems"),
+        *("topograd", "python", "platform", "cpus", "torch", "runtime", "native", "packages", "extras"),
+        *("cache", "reference", "disk", "problems"),
     ]
     assert found["topograd"] == topograd.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))

@@ -42,10 +42,12 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "space",
         "probe",
         "inspect",
+        "interfaces",
         "search",
         "doctor",
         "serve",
         "consolidate",
+        "coefficient",
     }
 
 

@@ -43,6 +43,16 @@ def test_a_causal_model_has_its_head_and_others_their_body(bert: Path, llama: Pa
         assert (found.shape, found.dtype) == ((2, 5, width), torch.float64)
 
 
+def test_weights_come_in_the_type_that_is_asked_for_and_are_counted_before(llama: Path) -> None:
+    loaded = huggingface.load(llama, torch.float32)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    held = sum(p.numel() for p in loaded.model.parameters())
+    assert huggingface.stored_parameters(llama) == held
+    (llama / "more.safetensors").write_bytes(b"none")
+    with pytest.raises(CheckpointError, match=r"more\.safetensors cannot be read"):
+        huggingface.stored_parameters(llama)
+
+
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     folder = save(tmp_path, "BertForMaskedLM", intermediate_size=16)
     assert huggingface.load(folder).fresh == ("pooler.dense.bias", "pooler.dense.weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from topograd.convert import own_text
 from topograd.convert.own_text import OwnText, OwnTextConfig, rows_of_step, write_own_text
 from topograd.convert.prompts import Prompts
 from topograd.decode.depths import engine_of
-from topograd.errors import RunError
+from topograd.errors import DataError, RunError
 from topograd.runs.session import LoadedTextRun
 
 SHAPE = OwnTextConfig(length=16, rows=8)
@@ -59,6 +60,22 @@ def test_a_kill_loses_one_block(
         OwnText.open(tmp_path, "else")
     with pytest.raises(RunError, match="was written with"):
         write_own_text(tmp_path, engine_of(session), prompts, session.weights, 9, replace(SHAPE, seed=1))
+
+
+def test_a_block_that_is_gone_is_written_again_and_a_changed_one_refused(
+    session: LoadedTextRun, prompts: Prompts, text: OwnText, tmp_path: Path
+) -> None:
+    folder = tmp_path / "text"
+    shutil.copytree(text.folder, folder)
+    first, second = (file.name for file in text.blocks[:2])
+    (folder / first).unlink()
+    again = write_own_text(folder, engine_of(session), prompts, session.weights, 512, SHAPE)
+    assert (again.all_tokens()[0] == text.all_tokens()[0]).all()
+    content = bytearray((folder / second).read_bytes())
+    content[-1] ^= 1
+    (folder / second).write_bytes(content)
+    with pytest.raises(DataError, match=r"SHA-256 is not the recorded one.*delete it"):
+        write_own_text(folder, engine_of(session), prompts, session.weights, 512, SHAPE)
 
 
 def test_batches_are_functions_of_the_step() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import shutil
 from collections.abc import Callable
@@ -11,9 +10,8 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-import torch
 
-from damages import faults, files_of, outcome
+from damages import damage, digest, faults, files_of, outcome
 from topograd.convert.importing import import_model
 from topograd.decode.model import Model
 from topograd.runs.config import TrainConfig
@@ -27,12 +25,6 @@ from topograd.training.runs import resume, start
 
 Count = Callable[[str, str], None]
 STOPPED = 6
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """One hash of all tensors, in the order of their names."""
-    content = b"".join(tensors[name].detach().contiguous().numpy().tobytes() for name in sorted(tensors))
-    return hashlib.sha256(content).hexdigest()
 
 
 def loaded(folder: Path) -> Any:
@@ -53,26 +45,6 @@ def resumed(folder: Path) -> Any:
     records = [record for record in Run.open(folder).metrics() if record["kind"] == "train"]
     losses = {record["step"]: record["loss"] for record in records if record["step"] > STOPPED}
     return losses, digest(dict(trainer.task.stack.state_dict()))
-
-
-def damage(
-    folder: Path, use: Callable[[Path], Any], kind: str, count: Count, flips: int, place: Path
-) -> None:
-    """Every fault of every file of a folder, each on a fresh copy."""
-    chance, copy = random.Random(kind), place / "copy"
-
-    def fresh() -> Path:
-        shutil.rmtree(copy, ignore_errors=True)
-        return Path(shutil.copytree(folder, copy, symlinks=True))
-
-    expected = use(fresh())
-    for file in files_of(folder):
-        for name, harm in faults((folder / file).read_bytes(), chance, flips):
-            harm(fresh() / file)
-            try:
-                count(f"{kind}, {name}", outcome(lambda: use(copy), expected))
-            except BaseException as error:
-                raise AssertionError(f"{file}, {name}: {type(error).__name__}: {error}") from error
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from calls import Call
+from damages import files_of
 from topograd.cli.main import VERBS
+from topograd.runs.folder import Run
 
 HOSTILE = (
     "", " ", "nan", "-inf", "-1", "0", "1e999", "99999999999999999999", "None", "--", "-", "../../etc/passwd",
@@ -53,3 +55,39 @@ def test_no_value_makes_a_traceback(
                 assert answer.err.splitlines()[-1].startswith("topograd: "), (words, answer.err)
             count("flags", {0: "answered", 2: "refused"}[answer.code])
     assert not any(tmp_path.iterdir()), "nothing is left behind"
+
+
+SEARCHES = ("search soft", "search surgery", "search pareto --out study")
+DEVICES = ("abacus", "cuda:99", "meta", "hpu", "mkldnn", "cuda:-1", *HOSTILE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train", "train --task images --data digits", "inspect", *SEARCHES],
+)
+def test_devices_that_cannot_be_used(
+    name: str,
+    straight: Run,
+    call: Call,
+    count: Callable[[str, str], None],
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are refused by commands that would begin real work with a device that is there."""
+    monkeypatch.chdir(tmp_path)
+    place = [str(straight.folder)] if name == "inspect" else []
+    for device in random.Random(name).sample(DEVICES, min(8 * times, len(DEVICES))):
+        answer = call(*name.split(), *place, f"--device={device}")
+        assert answer.code == 2, (device, answer)
+        assert "Traceback" not in answer.err, (device, answer.err)
+        assert answer.err.splitlines()[-1].startswith("topograd: --device"), (device, answer.err)
+        count("devices", "refused")
+    assert not files_of(tmp_path), "a study of these settings would refuse others"
+
+
+def test_every_device_flag_is_tried(call: Call) -> None:
+    """A new command with a device belongs in the test above."""
+    names = [name for verb in VERBS for name in commands(call, verb)]
+    found = {name for name in names if "--device" in call(*name.split(), "--help-all").out}
+    assert found == {"train", "inspect", *(" ".join(name.split()[:2]) for name in SEARCHES)}

@@ -186,6 +186,16 @@ def test_a_kill_leaves_one_that_opens(
     assert update_adapter(found, tensors(3.0), SETTINGS).tensors["c"] == 3
 
 
+def test_what_a_kill_left_is_in_nobodys_way(made: adapter.Adapter, tmp_path: Path) -> None:
+    """In a container a process has the number of the one that was killed."""
+    (tmp_path / f".again.tmp-{os.getpid()}").mkdir()
+    again = create_adapter(
+        tmp_path / "again", kind="specialist", base=made.base, tensors=tensors(), settings=SETTINGS, card=""
+    )
+    assert again.digest == made.digest
+    assert not list(tmp_path.glob(".again.tmp-*"))
+
+
 def test_a_folder_that_cannot_be_written_is_named(made: adapter.Adapter, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot write .*file/side"):

@@ -132,6 +132,17 @@ def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, 
         ({"partition": "3,3"}, ConfigError, "partition"),
         ({"partition": "2,x"}, ConfigError, "partition"),
         ({"partition": "2,2", "grad_scale": 1.5}, ConfigError, "grad_scale"),
+        ({"partition": "2,2", "grad_scale": 1.0, "grad_delay": -1}, ConfigError, "grad_delay"),
+        ({"partition": "2,2", "grad_scale": 1.0, "grad_delay": 65}, ConfigError, "grad_delay"),
+        ({"partition": "2,2", "grad_scale": 1.0, "grad_bits": 2}, ConfigError, "grad_bits"),
+        ({"partition": "2,2", "grad_scale": 1.0, "grad_bits": 5}, ConfigError, "grad_bits"),
+        ({"partition": "2,2", "grad_delay": 1}, ConfigError, "grad_delay"),
+        ({"partition": "2,2", "grad_bits": 4}, ConfigError, "grad_bits"),
+        (
+            {"partition": "2,2", "grad_scale_schedule": "0:1,0.5:0", "grad_delay": 1},
+            ConfigError,
+            "grad_delay",
+        ),
     ],
 )
 def test_settings_outside_their_range(

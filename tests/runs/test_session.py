@@ -19,7 +19,6 @@ from topograd.runs.folder import Run
 from topograd.runs.session import (
     LoadedTextRun,
     build_stack,
-    device_of,
     heldout_text,
     open_session,
     read_settings,
@@ -130,12 +129,6 @@ def test_the_seed_makes_the_model(trained: Trainer) -> None:
     assert torch.equal(weight(one), weight(two))
     assert not torch.equal(weight(one), weight(other))
     assert [one.has_head(stage) for stage in range(len(plan.stages))] == [True, True]
-
-
-@pytest.mark.parametrize("device", ["abacus", "cuda:99", ""])
-def test_a_device_that_is_not_there(device: str, trained: Trainer) -> None:
-    with refused(ConfigError, setting="device"):
-        device_of(replace(trained.task.config, device=device))
 
 
 ASKED = """

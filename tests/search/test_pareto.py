@@ -142,6 +142,23 @@ def test_a_killed_process_loses_only_the_rung_under_way(tmp_path: Path) -> None:
     assert all(tried.state != "running" for tried in found)
 
 
+def test_a_kill_while_a_study_records_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optuna.study import Study
+
+    record = Study.set_user_attr
+
+    def killed(study: Study, key: str, value: object) -> None:
+        if key == "space":
+            raise KeyboardInterrupt
+        record(study, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Study, "set_user_attr", killed)
+        with pytest.raises(KeyboardInterrupt):
+            explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(trials=2))
+    assert len(explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(trials=2))) == 2
+
+
 def test_a_trial_that_another_process_works_on_is_left_alone(tmp_path: Path) -> None:
     inner = Recorder()
 

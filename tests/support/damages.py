@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from topograd.errors import TopogradError
 
@@ -61,3 +65,35 @@ def _pipe(path: Path) -> None:
 
 def _written(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """One hash of all tensors, in the order of their names."""
+    content = b"".join(tensors[name].detach().contiguous().numpy().tobytes() for name in sorted(tensors))
+    return hashlib.sha256(content).hexdigest()
+
+
+def damage(
+    folder: Path,
+    use: Callable[[Path], Any],
+    kind: str,
+    count: Callable[[str, str], None],
+    flips: int,
+    place: Path,
+    files: Sequence[Path] | None = None,
+) -> None:
+    """Every fault of every file of a folder, or of some, each on a fresh copy."""
+    chance, copy = random.Random(kind), place / "copy"
+
+    def fresh() -> Path:
+        shutil.rmtree(copy, ignore_errors=True)
+        return Path(shutil.copytree(folder, copy, symlinks=True))
+
+    expected = use(fresh())
+    for file in files_of(folder) if files is None else files:
+        for name, harm in faults((folder / file).read_bytes(), chance, flips):
+            harm(fresh() / file)
+            try:
+                count(f"{kind}, {name}", outcome(lambda: use(copy), expected))
+            except BaseException as error:
+                raise AssertionError(f"{file}, {name}: {type(error).__name__}: {error}") from error

@@ -40,12 +40,15 @@ RuntimeFlag = Annotated[
     str | None,
     tyro.conf.arg(
         metavar="NAME",
-        help="What runs the model: torch, onnx or onnx:PROVIDER; by default the faster that can.",
+        help="What runs the model: torch, native, onnx or onnx:PROVIDER; by default the faster that can.",
     ),
 ]
 WeightsFlag = Annotated[
-    Literal["float32", "int8", "int4"],
-    tyro.conf.arg(help="Precision of the weights; int8 and int4 are another model, and run in onnx."),
+    Literal["float32", "bfloat16", "int8", "int4"],
+    tyro.conf.arg(
+        help="Precision of the weights; int8 and int4 are another model, as is bfloat16 if it rounds. "
+        "Torch has float32 alone, onnx all but bfloat16."
+    ),
 ]
 DASH = "–"
 

@@ -81,6 +81,7 @@ def examine() -> dict[str, Any]:
         "cpus": _cpus(),
         "torch": _torch(problems),
         "runtime": _or_none(_runtime),
+        "native": _or_none(_native),
         "packages": {need.name: need.version for need in required},
         "extras": _extras(needed),
         "cache": _cache(),
@@ -171,9 +172,17 @@ def _torch(problems: list[str]) -> dict[str, Any] | None:
 
 def _runtime() -> str:
     """What `generate` and `serve` run a model with, where it can and nothing else is asked for."""
-    from topograd.runtime.choice import installed
+    from topograd.runtime.choice import preferred
 
-    return "onnx" if installed() else "torch"
+    return preferred()
+
+
+def _native() -> dict[str, Any]:
+    """The kernels: their instruction set, or why there are none."""
+    from topograd.runtime.native.library import LEVELS, level, missing_reason
+
+    reason = missing_reason()
+    return {"instructions": None if reason else LEVELS[level()], "missing": reason}
 
 
 def _cache() -> dict[str, Any] | None:
@@ -241,6 +250,8 @@ def doctor_table(found: Mapping[str, Any]) -> Table:
         table.add_row("threads", str(torch["threads"]))
         table.add_row("devices", ", ".join(devices))
     table.add_row("runtime", f"{found['runtime'] or DASH}, unless --runtime or the model says otherwise")
+    if (native := found["native"]) is not None:
+        table.add_row("native kernels", native["instructions"] or f"missing: {native['missing']}")
     table.add_section()
     for extra in found["extras"]:
         lacks = f"not installed, lacks {', '.join(extra['missing'])}" if extra["missing"] else "installed"

@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
     for flag, given in (("--bytes", args.bytes), ("--images", args.images)):
         if given is not None and given < 1:
             raise ConfigError(f"{flag} is {given}", remedy="it must be at least 1")
-    if args.keep_weights and args.weights == "float32":
+    if args.keep_weights and args.weights not in ("int8", "int4"):
         raise ConfigError("--keep-weights is for --weights int8 or int4", remedy="a run keeps its own anyway")
     config, results = _measured(args)
     if args.json:
@@ -121,13 +121,13 @@ def _quantised(args: Eval, session: LoadedTextRun, text: Text) -> dict[str, Any]
     from topograd.cli.progress import counted
     from topograd.decode.calibration.measure import precision_cost
     from topograd.decode.depths import engine_of
-    from topograd.runtime.onnx_runtime import OnnxRuntime
+    from topograd.runtime.operators import OperatorRuntime
     from topograd.runtime.quantize import save_weights, weights_file
 
-    engine = engine_of(session, "onnx", args.weights)
+    engine = engine_of(session, weights=args.weights)
     cost = precision_cost(session, engine, text, counted(f"windows read in {args.weights}"))
     if args.keep_weights:
-        assert isinstance(engine.runtime, OnnxRuntime)
+        assert isinstance(engine.runtime, OperatorRuntime)
         file = weights_file(session.run.folder, args.weights)
         save_weights(file, engine.runtime.made, args.weights, session.weights)
         note(f"kept in {file}")

@@ -20,7 +20,7 @@ class Export:
     format: Literal["hf", "gguf", "onnx"] = "hf"
     """hf: config.json, safetensors, tokenizer.json; gguf: one file (extra `models`); onnx: a graph for each
     stage and a script that runs them (extra `runtime`)."""
-    weights: Literal["F32", "F16", "Q8_0"] | None = None
+    weights: Literal["F32", "F16", "Q8_0", "Q4_1", "Q4_0"] | None = None
     """How a GGUF file keeps matrices; by default F32, as the other formats always do."""
     json: Json = False
 

@@ -40,7 +40,9 @@ GROUPS = {
     },
     "analyse": {
         "inspect": "Fisher geometry of a model, in one HTML page",
+        "coefficient": "local learning coefficients of a model, by layer and by head",
         "probe": "where a model knows something, stage by stage",
+        "interfaces": "bounded interfaces: rank of gradients at every boundary, Jacobians, ablations",
         "search": "choose where gradients stop: dp, soft, surgery, pareto, choose",
         "space": "the lattice of partitions",
     },
@@ -61,7 +63,10 @@ MOVED = {
     "probe catalogue": "python -m papers check catalogue",
     "probe ladder": "python -m papers check ladder",
     "probe families": "python -m papers check families",
-    "interfaces": "python -m papers check parity, leak, plan or costs",
+    **{
+        f"interfaces {check}": f"python -m papers check {check}"
+        for check in ("parity", "leak", "plan", "costs")
+    },
     "bench scan": "python benchmarks/scan.py",
     "bench kernel": "python benchmarks/kernel.py",
     "bench optim": "python benchmarks/optimizer_step.py",
@@ -114,10 +119,10 @@ def run_program(
         )
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         if argv is None:
             _ignore_interrupts()
-        _fail("interrupted")
+        _fail(str(stopped) or "interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # whoever read the output has gone
         _discard_output()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, note, note_runtime, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, WeightsFlag, note, note_runtime, out, parse, print_json
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ class Score:
     """One depth instead of every exit: full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
     """Folders of specialists that are active, as A,B or A*0.7,B*0.3: the last exit predicts with them."""
+    runtime: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """What runs the model: torch, native, onnx or onnx:PROVIDER. By default torch, which is made for long
+    prompts, and for other weights than float32 the faster that can."""
+    weights: WeightsFlag = "float32"
     json: Json = False
 
 
@@ -44,7 +48,7 @@ def run(argv: list[str]) -> int:
         )
     from topograd.evaluation.texts import score
 
-    model = scored_model(args.model, args.specialists)
+    model = scored_model(args.model, args.specialists, args.runtime, args.weights)
     scored = score(model, args.context, args.continuation, args.depth)
     if cut := max(each.cut for each in scored):
         note(f"the context is longer than the model reads; its first {cut} tokens were left out")
@@ -60,16 +64,19 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def scored_model(model: Path, specialists: str | None) -> Model:
+def scored_model(
+    model: Path, specialists: str | None, runtime: str | None = None, weights: str = "float32"
+) -> Model:
     """A run to be scored, with specialists as users write them; by torch, which is made for long prompts."""
+    runtime = "torch" if runtime is None and weights == "float32" else runtime
     if specialists is not None:
         from topograd.convert.model_argument import resolve_model
         from topograd.specialists.model import open_composed
 
-        return open_composed(resolve_model(model), specialists, runtime="torch")
+        return open_composed(resolve_model(model), specialists, runtime=runtime, weights=weights)
     from topograd.decode.model import load
 
-    return load(model, runtime="torch")
+    return load(model, runtime=runtime, weights=weights)
 
 
 def depth_names(model: Model, specialists: str | None) -> list[str]:

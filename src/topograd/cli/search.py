@@ -398,6 +398,7 @@ def _pareto(args: Pareto) -> dict[str, Any]:
     from topograd.exec.objectives import OBJECTIVES
     from topograd.files import dump_json
     from topograd.report.pareto import write_pareto
+    from topograd.runs.device import usable_device
     from topograd.search.measured import as_runs
     from topograd.search.pareto import explore
     from topograd.search.properties import named_objectives
@@ -407,6 +408,7 @@ def _pareto(args: Pareto) -> dict[str, Any]:
     config, space, objectives = args.config(), args.space(), named_objectives(args.objectives)
     if config.data is not None:
         config = replace(config, data=str(Path(config.data).absolute()))
+    usable_device(config.device)  # before a study is bound to these settings
     make_folder(args.out)
     base = hashlib.sha256(dump_json(config.as_dict()).encode()).hexdigest()
     train = as_runs(config, list(objectives))

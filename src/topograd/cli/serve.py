@@ -39,8 +39,8 @@ class Serve:
     token: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
     """What clients must send as Authorization: Bearer TOKEN. Better set TOPOGRAD_TOKEN, which other users of
     the machine do not see."""
-    runtime: Annotated[str | None, tyro.conf.arg(metavar="torch|onnx")] = None
-    """What runs the model; by default ONNX Runtime for few texts and torch for many, where they can."""
+    runtime: Annotated[str | None, tyro.conf.arg(metavar="torch|native|onnx")] = None
+    """What runs the model; by default the native kernels, else ONNX Runtime, else torch, where they can."""
     weights: WeightsFlag = "float32"
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
 

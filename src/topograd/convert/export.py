@@ -1,7 +1,7 @@
 """A run's model written for others: a folder that transformers loads, or a GGUF file that llama.cpp reads.
 
     hf      config.json, model.safetensors (tied weights once), tokenizer.json, tokenizer_config.json
-    gguf    model.gguf: weights as F32, F16 or Q8_0, sizes and tokenizer in its metadata
+    gguf    model.gguf: weights as F32, F16, Q8_0, Q4_1 or Q4_0, sizes and tokenizer in its metadata
     onnx    a graph for each stage and head, a manifest and a script (`onnx_export.py`)
     all     README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
     (not onnx) topograd/, a adapter with its own card: stages, exits, LoRA, calibration.json

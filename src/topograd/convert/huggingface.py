@@ -5,12 +5,13 @@
     hf:ORG/NAME                   downloaded, and nothing else is
 
 A causal language model comes with its head. Of any other only the body is loaded, as it has no labels here.
-It needs the extra `hf`. Models come in float64 and in evaluation mode, on the CPU.
+It needs the extra `hf`. Models come in the type that is asked for, in evaluation mode, on the CPU.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -73,8 +75,8 @@ def local_model(model: Path | str) -> Path:
         ) from problem
 
 
-def load(folder: Path) -> Loaded:
-    """The model of a folder, or one line that says why not."""
+def load(folder: Path, dtype: torch.dtype = torch.float64) -> Loaded:
+    """The model of a folder in this type, or one line that says why not."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("a Hugging Face checkpoint needs transformers", remedy="install topograd[hf]")
     if not any(folder.glob("*.safetensors")):
@@ -92,7 +94,7 @@ def load(folder: Path) -> Loaded:
                 folder,
                 config=config,
                 use_safetensors=True,
-                dtype=torch.float64,
+                dtype=dtype,
                 output_loading_info=True,
                 **local,
             )
@@ -103,6 +105,18 @@ def load(folder: Path) -> Loaded:
             raise CheckpointError(f"{folder} cannot be loaded ({reason})") from problem
     model.config.use_cache = False
     return Loaded(model.eval(), causal, config, tuple(sorted(info["missing_keys"])))
+
+
+def stored_parameters(folder: Path) -> int:
+    """How many numbers the .safetensors of a folder hold, from their headers alone."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{file} cannot be read ({problem})") from None
+    return total
 
 
 def without_weights(folder: Path) -> CheckpointError:

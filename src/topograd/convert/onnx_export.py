@@ -5,7 +5,8 @@
     tables.npz            embeddings and rotations
     manifest.json         sizes, inputs, windows, and some texts: prompts, margins, and for each token the
                           exit that it left after
-    run.py                at most 60 lines of onnxruntime and numpy that write those texts again
+    SHA256SUMS            of these files, as sha256sum writes it
+    run.py                at most 66 lines of onnxruntime and numpy: verify the files, write those texts again
 
 A text's margins say how far ahead the best logit of each stage must be for a token to leave after it. Limits:
 chains whose stages hear the one before them, that predict by their last stage; float32.
@@ -23,9 +24,9 @@ from topograd.decode.engine import Engine
 from topograd.decode.strategies import generate_batch
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
-from topograd.files import dump_json, write_atomic
+from topograd.files import dump_json, sha256, write_atomic
+from topograd.nn.transformer.parts import EPSILON
 from topograd.runs.session import LoadedTextRun
-from topograd.runtime.layers import EPSILON
 from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
 from topograd.topology.dag import EMBEDDING
 
@@ -73,6 +74,8 @@ def write_onnx(folder: Path, session: LoadedTextRun) -> None:
         "texts": _texts(session, Engine(session.stack, plan, context, runtime)),
     }
     write_atomic(folder / "manifest.json", dump_json(manifest, indent=1) + "\n")
+    sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(folder.iterdir())]
+    write_atomic(folder / "SHA256SUMS", "".join(sums))
     write_atomic(folder / "run.py", SCRIPT.read_text(encoding="utf-8"))
 
 

@@ -1,5 +1,6 @@
 """Writes the texts of manifest.json again, with onnxruntime; python run.py 12 7 9 continues tokens."""
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,11 @@ import onnxruntime
 
 onnxruntime.set_default_logger_severity(3)  # or every copy of a buffer is told
 HERE = Path(__file__).parent
+SUMS = HERE / "SHA256SUMS"
+for line in SUMS.read_text("ascii", "replace").splitlines() if SUMS.is_file() else ["  SHA256SUMS"]:
+    known, _, name = line.partition("  ")
+    if not (HERE / name).is_file() or hashlib.sha256((HERE / name).read_bytes()).hexdigest() != known:
+        sys.exit(f"{name!r} is missing or damaged: export the run again")
 PLAN = json.loads((HERE / "manifest.json").read_text())
 TABLES = dict(np.load(HERE / "tables.npz"))
 STAGES = [onnxruntime.InferenceSession(HERE / stage["file"]) for stage in PLAN["stages"]]

@@ -10,9 +10,9 @@ length, so that they go on side by side. Every fourth row is sampled, the others
                                 own    (rows, length) uint8: 1 where the model chose it and did not loop
                                 states (rows, length, stages, width) float16: h / rms(h) after each exit
 
-A block is a function of the seed and its number and is written whole: a kill loses one, and the same call
-goes on behind the last. States have rms 1, since a readout begins with a norm: the size of h is not heard by
-it (up to its ε).
+A block is a function of the seed and its number and is written whole, with a SHA-256 of its tensors: a kill
+loses one, and the same call writes what is missing. States have rms 1, since a readout begins with a norm:
+the size of h is not heard by it (up to its ε).
 
 Cost: one row at full depth a token, in batches where a matrix is read once for all rows; 2 stages · width
 bytes a token. Source of the recipe: "EAGLE" (Li et al. 2024) §3.2, which trains on the text of the model's
@@ -21,6 +21,7 @@ users; that greedy drafts need the model's own text is in docs/how-to/import-and
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
 from topograd.files import hold_lock, read_json, saving_tensors, sync, write_json
 from topograd.limits import SEED, check_numbers
+from topograd.runs.tensor_files import tensors_digest
 
 FORMAT = "topograd-own-text"
 VERSION = 1
@@ -137,14 +139,14 @@ class OwnText:
 
 def _read(file: Path, names: Sequence[str], row: int | None = None) -> list[Tensor]:
     try:
+        if not file.is_file():  # of a pipe, opening would wait for a writer
+            raise _unreadable(file, "it is not a regular file")
         with safe_open(file, framework="pt") as opened:
             if row is None:
                 return [opened.get_tensor(name) for name in names]
             return [opened.get_slice(name)[row] for name in names]
     except (SafetensorError, OSError) as problem:
-        raise DataError(
-            f"{file} cannot be read ({problem})", remedy="delete it, and it is written again"
-        ) from None
+        raise _unreadable(file, problem) from None
 
 
 def write_own_text(
@@ -173,14 +175,33 @@ def write_own_text(
             raise RunError(
                 f"{folder} was written with {text.config}, not {config}", remedy="give another folder"
             )
+        for file in text.blocks:
+            _verify(file)
         while text.tokens < tokens:
             if on_tokens is not None:
                 on_tokens(text.tokens, tokens)
-            number = len(text.blocks)
-            block = _write_block(engine, prompts, config, number)
-            _save(folder / f"block-{number:05d}.safetensors", block)
+            number = next(n for n in itertools.count() if not _block_file(folder, n).exists())
+            _save(_block_file(folder, number), _write_block(engine, prompts, config, number))
             text = OwnText.open(folder, weights)
     return text
+
+
+def _block_file(folder: Path, number: int) -> Path:
+    return folder / f"block-{number:05d}.safetensors"
+
+
+def _verify(file: Path) -> None:
+    """Raise DataError where a block is not as it was written; version 0.3 kept no digest."""
+    names = ("tokens", "own", "states")
+    tensors = dict(zip(names, _read(file, names), strict=True))
+    with safe_open(file, framework="pt") as opened:
+        known = (opened.metadata() or {}).get("sha256")
+    if known not in (None, tensors_digest(tensors)):
+        raise _unreadable(file, "its SHA-256 is not the recorded one")
+
+
+def _unreadable(file: Path, problem: object) -> DataError:
+    return DataError(f"{file} cannot be read ({problem})", remedy="delete it, and it is written again")
 
 
 def _save(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -188,7 +209,7 @@ def _save(file: Path, tensors: dict[str, Tensor]) -> None:
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         with saving_tensors(file):
-            save_file(tensors, temporary)
+            save_file(tensors, temporary, metadata={"sha256": tensors_digest(tensors)})
         sync(temporary)
         os.replace(temporary, file)
     finally:

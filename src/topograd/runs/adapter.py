@@ -138,6 +138,7 @@ def create_adapter(
     folder = folder.absolute()
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed: in a container numbers repeat
         temporary.mkdir(parents=True)
         write_atomic(temporary / TENSORS, content)
         write_json(temporary / CONFIG, config)

@@ -3,7 +3,8 @@
 One checkpoint is a folder:
 
     step-00000040/model.safetensors       the model's state_dict, each tied tensor once
-    step-00000040/optimizer.safetensors   the tensors of the optimizers' state_dicts, and "rng", "rng.cuda"
+    step-00000040/optimizer.safetensors   the tensors of the optimizers' state_dicts, "rng", "rng.cuda", and
+                                          "extra.*", other tensors of the training
     step-00000040/state.json              format, version, step, extra, size and SHA-256 of both files, the
                                           names of tied tensors, the optimizers' numbers, its own SHA-256
 
@@ -23,7 +24,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,8 @@ FORMAT = "topograd-checkpoint"
 VERSION = 1
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 STATE_FILE = "state.json"
+EXTRA = "extra."
+"""What the names of other tensors begin with."""
 
 Optimizers = Mapping[str, Optimizer]
 State = dict[str, Any]
@@ -66,6 +69,8 @@ class Checkpoint:
     weights: str
     """SHA-256 of the file of weights: what results and calibrations name."""
     extra: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """The other tensors that were saved with it; empty where no optimizers are filled."""
 
 
 class CheckpointStore(Protocol):
@@ -81,7 +86,14 @@ class CheckpointStore(Protocol):
         """What was kept beside the weights, without reading them."""
 
     def save(
-        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extra: Mapping[str, Any],
+        keep: int,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Save a checkpoint, drop those that are no longer kept, and return its name."""
 
@@ -114,9 +126,17 @@ class FolderStore:
             raise CheckpointError(f"checkpoint {self.folder / name} {problem}", remedy=advice) from None
 
     def save(
-        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extra: Mapping[str, Any],
+        keep: int = 2,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> str:
-        return save(self.folder, step=step, model=model, optimizers=optimizers, extra=extra, keep=keep).name
+        own = {"step": step, "model": model, "optimizers": optimizers, "extra": extra, "keep": keep}
+        return save(self.folder, **own, tensors=tensors).name  # type: ignore[arg-type]
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         return load(self.folder / name, model, optimizers)
@@ -142,8 +162,10 @@ def save(
     optimizers: Optimizers,
     extra: Mapping[str, Any],
     keep: int = 2,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Save a checkpoint and return its path. `extra` must be JSON; it comes back as JSON reads it.
+    `tensors` are others of the training, by name.
 
     Afterwards the `keep` newest up to `step` remain. Those of later steps go too: they belong to a future
     that was given up by resuming from before it, and `latest` would otherwise prefer them.
@@ -154,14 +176,14 @@ def save(
         raise ConfigError(setting="keep", given=keep, allowed="at least 1")
     target = folder / f"step-{step:08d}"
     aliases = aliases_of(weights := tensors_of(model))
-    tensors: Tensors = {"rng": torch.get_rng_state()}
+    rest: Tensors = {"rng": torch.get_rng_state(), **named_extra(tensors)}
     if device := _cuda(model):
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+        rest["rng.cuda"] = torch.cuda.get_rng_state(device)
     numbers = {
         name: {
             "kind": type(optimizer).__name__,
             "parameters": _parameters(model, optimizer),
-            "state_dict": _encode(optimizer.state_dict(), name, tensors),  # its tensors go into `tensors`
+            "state_dict": _encode(optimizer.state_dict(), name, rest),  # its tensors go into `rest`
         }
         for name, optimizer in optimizers.items()
     }
@@ -172,7 +194,7 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         tidy(folder)
         temporary.mkdir()
-        _write(temporary, {n: t for n, t in weights.items() if n not in aliases}, tensors, state)
+        _write(temporary, {n: t for n, t in weights.items() if n not in aliases}, rest, state)
         put_in_place(temporary, target, keep)
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -202,6 +224,16 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
         if (device := _cuda(model)) and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"], device)
     return checkpoint
+
+
+def named_extra(tensors: Mapping[str, Tensor] | None) -> Tensors:
+    """Other tensors of a training as a checkpoint names them."""
+    return {f"{EXTRA}{name}": tensor.detach().cpu() for name, tensor in (tensors or {}).items()}
+
+
+def extra_of(tensors: Tensors) -> Tensors:
+    """They again, by their own names."""
+    return {n.removeprefix(EXTRA): tensor for n, tensor in tensors.items() if n.startswith(EXTRA)}
 
 
 def _cuda(model: nn.Module) -> torch.device | None:
@@ -345,7 +377,9 @@ def _read(
             saved = {n: _decode(state["optimizers"][n]["state_dict"], tensors) for n in optimizers}
         if tensors["rng"].shape != torch.get_rng_state().shape:
             raise Unusable("does not fit this torch (its random generator has another size)")
-    return Checkpoint(path, state["step"], weights_of(state), state["extra"]), weights, tensors, saved
+    others = {} if optimizers is None else extra_of(tensors)
+    found = Checkpoint(path, state["step"], weights_of(state), state["extra"], others)
+    return found, weights, tensors, saved
 
 
 def weights_of(state: State) -> str:

@@ -25,6 +25,7 @@ from topograd.runs.checkpoint import (
     Optimizers,
     State,
     digest,
+    extra_of,
     read_state,
     restore,
     weights_of,
@@ -82,7 +83,7 @@ def load_part(path: Path, model: nn.Module, optimizers: Optimizers | None) -> Ch
     for name, optimizer in (optimizers or {}).items():
         restore(optimizer, saved[name])
     torch.set_rng_state(rest["rng"])
-    return Checkpoint(path, state["step"], weights_of(state), state["extra"])
+    return Checkpoint(path, state["step"], weights_of(state), state["extra"], extra_of(rest))
 
 
 def optimizer_states(rest: Tensors, model: nn.Module, optimizers: Optimizers) -> dict[str, State]:

@@ -102,10 +102,18 @@ class DeltaStore:
         return hashlib.sha256(f"{self.base_weights} {self.own.weights(name)}".encode()).hexdigest()
 
     def save(
-        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extra: Mapping[str, Any],
+        keep: int = 2,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> str:
         part = _OwnPart(model, self._read()["tensors"])
-        return self.own.save(step=step, model=part, optimizers=optimizers, extra=extra, keep=keep)
+        own = {"step": step, "model": part, "optimizers": optimizers, "extra": extra, "keep": keep}
+        return self.own.save(**own, tensors=tensors)  # type: ignore[arg-type]
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         part = _OwnPart(model, self._read()["tensors"])

@@ -72,7 +72,14 @@ class ExternalWeights:
         return {}
 
     def save(
-        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extra: Mapping[str, Any],
+        keep: int = 2,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> str:
         raise CheckpointError(
             f"{self.folder} refers to weights that are not its own",

@@ -15,7 +15,7 @@ import torch
 
 from topograd.data import Prepared, Text, Tokenizer, load_tokenizer, prepare, read_corpus, windows
 from topograd.data.images import ImageData, ImageSet, read_images, read_test_images
-from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.errors import CheckpointError, RunError
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
@@ -25,6 +25,7 @@ from topograd.registry import Registry
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.delta_store import apply_tuning
+from topograd.runs.device import usable_device
 from topograd.runs.folder import Run
 from topograd.runs.manifest import IMPORTED
 from topograd.runs.topology_config import TopologyConfig
@@ -92,7 +93,7 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
     loaded = run.store.load(checkpoint, stack)
     check_owner(run, loaded)
     merge_lora(stack)
-    stack.to(device_of(config)).eval()
+    stack.to(usable_device(config.device)).eval()
     return LoadedRun(run=run, config=config, stack=stack, plan=plan, step=loaded.step, weights=loaded.weights)
 
 
@@ -158,7 +159,7 @@ def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
     With `empty`, a model whose spec allows it has no memory yet: a checkpoint puts its weights in place.
     """
     torch.manual_seed(config.seed)
-    topology, device = config.build_topology(), device_of(config)
+    topology, device = config.build_topology(), usable_device(config.device)
     if empty and config.model.loads_empty:
         with torch.device("meta"):
             stack = config.model.build(topology)
@@ -168,22 +169,6 @@ def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
     if config.tune.keeps_base:
         apply_tuning(stack, plan, config.tune)
     return stack, plan
-
-
-def device_of(config: TrainConfig) -> torch.device:
-    """The device that the settings name."""
-    try:
-        device = torch.device(config.device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"device {config.device!r} cannot be used ({reason})",
-            setting="device",
-            given=config.device,
-            remedy="try 'cpu'",
-        ) from None
-    return device
 
 
 def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[TrainConfig, Prepared]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def contiguous(tensors: Tensors) -> Tensors:
         result[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     return result
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors with their names, kinds and shapes, for a file that keeps it in its own header."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_tensors(file: Path, expected: Mapping[str, Any]) -> Tensors:

@@ -110,6 +110,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
         "relay": "identity",
         "source": None,
         "grad_scale_schedule": None,
+        "grad_delay": 0,
     }
     only |= {"grad_scales": ()} if graph == "chain" else {"objective": "cross-entropy"}
     for name, value in only.items():

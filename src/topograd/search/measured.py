@@ -131,7 +131,9 @@ def as_runs(base: TrainConfig, objectives: Sequence[str]) -> Train:
         trainer = resume(folder) if (folder / "config.toml").exists() else start(config, folder)
         result = trainer.train(stop_after=steps)
         if result["steps"] < steps:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(
+                f"stopped and saved at step {result['steps']} of {steps}; the same command goes on from there"
+            )
         task = trainer.task
         trained = Trained(task.stack, task.plan, task.text, layers=task.config.model.layers)
         return read_numbers(trained, objectives)

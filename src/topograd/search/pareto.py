@@ -180,7 +180,7 @@ def _check_same(
         "base": base,
     }
     known = study.user_attrs
-    if "rungs" not in known:
+    if "base" not in known:  # the last that is recorded: a kill may have come before it
         for name, value in about.items():
             study.set_user_attr(name, value)
         return
