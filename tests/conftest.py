@@ -91,10 +91,9 @@ def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
 
     def make(stages: int, step: int = 0, **topology: Any) -> LoadedTextRun:
-        if "graph" not in topology:
-            topology["partition"] = ",".join(["1"] * stages)
+        partition: dict[str, Any] = {} if "graph" in topology else {"partition": ",".join(["1"] * stages)}
         config = TrainConfig(
-            topology=TopologyConfig(**topology),
+            topology=TopologyConfig(**partition, **topology),
             data=str(folder / "corpus.txt"),
             tokenizer="bytes",
             eval_bytes=300,

@@ -57,13 +57,14 @@ def test_no_value_makes_a_traceback(
     assert not any(tmp_path.iterdir()), "nothing is left behind"
 
 
+READERS = ("inspect", "coefficient")
 SEARCHES = ("search soft", "search surgery", "search pareto --out study")
 DEVICES = ("abacus", "cuda:99", "meta", "hpu", "mkldnn", "cuda:-1", *HOSTILE)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["train", "train --task images --data digits", "inspect", *SEARCHES],
+    ["train", "train --task images --data digits", *READERS, *SEARCHES],
 )
 def test_devices_that_cannot_be_used(
     name: str,
@@ -76,7 +77,7 @@ def test_devices_that_cannot_be_used(
 ) -> None:
     """They are refused by commands that would begin real work with a device that is there."""
     monkeypatch.chdir(tmp_path)
-    place = [str(straight.folder)] if name == "inspect" else []
+    place = [str(straight.folder)] if name in READERS else []
     for device in random.Random(name).sample(DEVICES, min(8 * times, len(DEVICES))):
         answer = call(*name.split(), *place, f"--device={device}")
         assert answer.code == 2, (device, answer)
@@ -90,4 +91,4 @@ def test_every_device_flag_is_tried(call: Call) -> None:
     """A new command with a device belongs in the test above."""
     names = [name for verb in VERBS for name in commands(call, verb)]
     found = {name for name in names if "--device" in call(*name.split(), "--help-all").out}
-    assert found == {"train", "inspect", *(" ".join(name.split()[:2]) for name in SEARCHES)}
+    assert found == {"train", *READERS, *(" ".join(name.split()[:2]) for name in SEARCHES)}

@@ -230,7 +230,7 @@ def stage_loss(
 
 
 def _check_targets(targets: Tensor, h: Tensor, objective: Objective) -> None:
-    leading = tuple(h.shape[: targets.dim()])
+    leading = tuple(h.shape[: min(targets.dim(), h.dim() - 1)])
     if tuple(targets.shape) != leading:
         raise ConfigError(
             setting="targets",

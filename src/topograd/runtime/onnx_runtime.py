@@ -69,7 +69,7 @@ def available_providers() -> list[str]:
 
 def unsupported_reason(stack: Stack) -> str | None:
     """Why onnxruntime cannot run this model; None where it can."""
-    return operators.unsupported_reason(stack, "written as ONNX operators")
+    return operators.unsupported_reason(stack)
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from topograd.nn.transformer.stack import Transformer
 
 
-def unsupported_reason(stack: Stack, written: str) -> str | None:
-    """Why a stack cannot be read part by part; None where it can. `written` says what its layers are not."""
+def unsupported_reason(stack: Stack) -> str | None:
+    """Why a stack cannot be read part by part; None where it can."""
     form = operator_form(stack)
     if form is None:
-        return f"a stack of the kind {type(stack).__name__} is not {written}"
+        return f"a stack of the kind {type(stack).__name__} is not made of transformer blocks"
     for layer in form.layers:
         if type(layer) is not Block:
-            return f"{type(getattr(layer, 'mixer', layer)).__name__} layers are not {written}"
+            return f"{type(getattr(layer, 'mixer', layer)).__name__} layers are not transformer blocks"
     weight = form.embedding.weight
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         kind = str(weight.dtype).removeprefix("torch.")

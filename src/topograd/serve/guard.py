@@ -29,8 +29,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health", "/favicon.ico")
 """Routes without a token: the page itself, which has a field for it, and the health check."""
 ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/tokenize", "/detokenize",
-    "/tokenizer_info", "/metrics", "/openapi.json", "/health", "/",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/v1/embeddings",
+    "/tokenize", "/detokenize", "/tokenizer_info", "/metrics", "/openapi.json", "/health", "/",
 )  # fmt: skip
 
 

@@ -219,7 +219,7 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     assert unsupported_reason(stack_of("llama")) is None
     mamba = GPT(layers=2, width=32, heads=2, vocab=9, context=8, architecture="mamba3", ssm_state=4)
-    assert "Mamba3 layers are not written as kernels" in str(unsupported_reason(mamba))
+    assert "Mamba3 layers are not transformer blocks" in str(unsupported_reason(mamba))
     for wrong in (mamba, GPT(layers=2, width=32, heads=2, vocab=9, context=8).double()):
         with refused(ConfigError, setting="runtime"):
             NativeRuntime(wrong)

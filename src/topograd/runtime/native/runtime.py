@@ -57,7 +57,7 @@ GELUS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
 
 def unsupported_reason(stack: Stack) -> str | None:
     """Why the kernels cannot run this model here; None where they can."""
-    return library.missing_reason() or operators.unsupported_reason(stack, "written as kernels")
+    return library.missing_reason() or operators.unsupported_reason(stack)
 
 
 class NativeRuntime(OperatorRuntime):
