@@ -117,7 +117,7 @@ def test_it_is_served(own: Path) -> None:
 
 def test_what_it_cannot_do_is_one_line(own: Path, tmp_path: Path, call: Any) -> None:
     said = call("export", own, "--format", "onnx", "--out", tmp_path / "x").refusal
-    assert "DecayStack is not written as ONNX operators" in said
+    assert "DecayStack is not made of transformer blocks" in said
     assert "DecayStack" in call("generate", own, "--runtime", "onnx", "--prompt", "a").refusal
     assert "takes no new layers" in call("specialist", "attach", own, "--out", tmp_path / "s").refusal
 
