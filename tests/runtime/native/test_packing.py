@@ -31,11 +31,12 @@ def matrix(out: int = 24, inputs: int = 96, seed: int = 0) -> np.ndarray:
 def test_a_panel_has_eight_outputs_side_by_side() -> None:
     weight, memory = matrix(11, 5), Memory(packed_size(11, 5, "float32"))
     packed = pack_floats(weight, "float32", memory)
-    floats = np.frombuffer(ctypes.string_at(packed.data, 2 * 5 * 8 * 4), np.float32)
-    panels = floats.reshape(2, 5, 8)
-    np.testing.assert_array_equal(panels[0], weight[:8].T)
-    np.testing.assert_array_equal(panels[1, :, :3], weight[8:].T)
+    floats = np.frombuffer(ctypes.string_at(packed.data, 2 * 6 * 8 * 4), np.float32)
+    panels = floats.reshape(2, 3, 8, 2).swapaxes(2, 3).reshape(2, 6, 8)
+    np.testing.assert_array_equal(panels[0, :5], weight[:8].T)
+    np.testing.assert_array_equal(panels[1, :5, :3], weight[8:].T)
     assert not panels[1, :, 3:].any()
+    assert not panels[:, 5].any(), "inputs come in pairs"
 
 
 @pytest.mark.parametrize("bits", [8, 4])

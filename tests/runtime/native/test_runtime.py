@@ -3,8 +3,11 @@ That float32 is torch's is in ../test_operators.py."""
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -105,10 +108,68 @@ def test_company_does_not_change_a_bit(stack: Stack, precision: Precision) -> No
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.skipif(library.level() < 2, reason="one instruction set here")
 @torch.inference_mode()
-def test_instruction_sets_agree(stack: Stack, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_agree(stack: Stack, precision: Precision) -> None:
     best = logits_in_parts(NativeRuntime(stack, precision), tokens(30), [8])
-    monkeypatch.setattr(library, "level", lambda: 1)
-    assert torch.equal(logits_in_parts(NativeRuntime(stack, precision), tokens(30), [8]), best)
+    library.use_level(1)
+    try:
+        lower = logits_in_parts(NativeRuntime(stack, precision), tokens(30), [8, 1, 3])
+    finally:
+        library.use_level(None)
+    assert torch.equal(lower, best)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@torch.inference_mode()
+def test_what_is_not_a_number_stays_so(stack: Stack, precision: Precision) -> None:
+    """In its own row alone: nothing is rounded to a number, and the rows beside it are as before."""
+    runtime = NativeRuntime(stack, precision, threads=2)
+    h = torch.randn(3, 72, generator=torch.Generator().manual_seed(1))
+    wanted = runtime.readout(h, 0)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        h[1, 40] = bad
+        found = runtime.readout(h, 0)
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+
+
+@torch.inference_mode()
+def test_a_layer_passes_on_what_is_not_a_number() -> None:
+    torch.manual_seed(0)
+    for activation in ("silu", "relu"):
+        broken = Transformer(LONG.changed(activation=activation)).eval()
+        broken.embedding.weight.detach()[7] = float("nan")
+        for precision in PRECISIONS:
+            found = logits_in_parts(NativeRuntime(broken, precision), [1, 2, 7, 3], [4])
+            assert found[:2].isfinite().all()
+            assert found[2:].isnan().all(), "what follows reads its keys and values"
+
+
+@torch.inference_mode()
+def test_runtimes_of_two_threads_take_turns(stack: Stack) -> None:
+    """Each thread with a runtime of its own: one team serves both, one call at a time."""
+    text = tokens(60)
+    alone = {p: logits_in_parts(NativeRuntime(stack, p, threads=2), text, [1]) for p in PRECISIONS}
+
+    def again(precision: Precision) -> bool:
+        with torch.inference_mode():
+            own = NativeRuntime(stack, precision, threads=2)
+            return torch.equal(logits_in_parts(own, text, [1, 4]), alone[precision])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(again, PRECISIONS))
+
+
+@torch.inference_mode()
+def test_a_forked_process_has_threads_of_its_own(stack: Stack) -> None:
+    runtime, h = NativeRuntime(stack, threads=2), torch.randn(2, 72)
+    wanted = runtime.readout(h, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(runtime.readout(h, 0), wanted) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(runtime.readout(h, 0), wanted)
 
 
 @torch.inference_mode()

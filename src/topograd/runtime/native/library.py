@@ -83,11 +83,18 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
-@cache
+_forced: list[int] = []
+
+
 def level() -> int:
     """Which instruction set of LEVELS runs here; 0 where none can or nothing was built."""
     library = _library()
-    return 0 if library is None else int(library.topograd_level())
+    return 0 if library is None else min([int(library.topograd_level()), *_forced])
+
+
+def use_level(wanted: int | None) -> None:
+    """Use no more than an instruction set from now on, or the best one (None): for comparisons."""
+    _forced[:] = [] if wanted is None else [wanted]
 
 
 def missing_reason() -> str | None:
@@ -97,14 +104,14 @@ def missing_reason() -> str | None:
     return None if level() else "this processor has no AVX2, FMA and F16C"
 
 
-def run_stage(run: Run, instructions: int | None = None) -> None:
-    """The layers of a stage on new positions, by the best instruction set or a lower one."""
-    _called().topograd_stage(byref(run), level() if instructions is None else instructions)
+def run_stage(run: Run) -> None:
+    """The layers of a stage on new positions."""
+    _called().topograd_stage(byref(run), level())
 
 
-def run_readout(readout: Readout, instructions: int | None = None) -> None:
+def run_readout(readout: Readout) -> None:
     """Logits of rows by a head."""
-    _called().topograd_readout(byref(readout), level() if instructions is None else instructions)
+    _called().topograd_readout(byref(readout), level())
 
 
 def _called() -> Any:

@@ -1,8 +1,8 @@
 """Matrices in panels of 8 outputs, in one block of memory with large pages.
 
-    float32     (panels, in, 8)                                     bfloat16: the upper halves of the same
-    int8        (panels, blocks): 8 scales (f16), then (16, 8, 2) integers: 16 pairs of inputs
-    int4        (panels, blocks): 8 scales, 8 minima unless all are -8 d (f16), then (4, 8, 4) bytes, whose
+    float32     (panels, in / 2, 8, 2): pairs of inputs             bfloat16: the upper halves of the same
+    int8        (panels, blocks): 8 scales (f16), then (8, 8, 4) integers: 8 times 4 inputs
+    int4        (panels, blocks): 8 scales, 8 minima unless all are -8 d (f16), then (2, 8, 8) bytes, whose
                 low halves are inputs 0..15 of the block and whose high halves 16..31
 
 Weights of a block of 32 inputs are d q (int8, |q| ≤ 127) or d q + m (int4, 0 ≤ q ≤ 15), with d and m of 16
@@ -88,16 +88,18 @@ def _rows(x: NDArray[np.float32]) -> NDArray[np.float32]:
 def packed_size(outputs: int, inputs: int, form: str) -> int:
     """Bytes of a matrix in a format, with what alignment may add."""
     blocks = -(-inputs // BLOCK)
-    each = {"float32": 4 * inputs, "bfloat16": 2 * inputs, "int8": 34 * blocks, "int4": 18 * blocks}
+    even = inputs + inputs % 2
+    each = {"float32": 4 * even, "bfloat16": 2 * even, "int8": 34 * blocks, "int4": 18 * blocks}
     return padded(outputs) * each.get(form, 20 * blocks) + ALIGNED
 
 
 def pack_floats(weight: NDArray[np.float32], form: str, memory: Memory) -> Matrix:
     """W (out, in) in float32, or in bfloat16 where the lower halves are dropped."""
     out, inputs = weight.shape
-    full: NDArray[Any] = to_bfloat16(_rows(weight)) if form == "bfloat16" else _rows(weight)
-    target = memory.take(full.nbytes).view(full.dtype).reshape(-1, inputs, LANES)
-    target[:] = full.reshape(-1, LANES, inputs).transpose(0, 2, 1)
+    even = np.pad(weight, ((0, 0), (0, 1))) if inputs % 2 else weight
+    full: NDArray[Any] = to_bfloat16(_rows(even)) if form == "bfloat16" else _rows(even)
+    target = memory.take(full.nbytes).view(full.dtype).reshape(-1, even.shape[1] // 2, LANES, 2)
+    target[:] = full.reshape(-1, LANES, even.shape[1] // 2, 2).transpose(0, 2, 1, 3)
     return _matrix(form, out, inputs, target)
 
 
@@ -119,9 +121,9 @@ def pack_blocks(matrix: Quantized, inputs: int, memory: Memory) -> Matrix:
             heads.append(_panels(minima.astype(np.float16)))
         nibbles = np.stack((matrix.codes & 15, matrix.codes >> 4), -1).reshape(out, blocks, 2, 16)
         codes = nibbles[:, :, 0] | nibbles[:, :, 1] << 4
-        groups = 4
+        groups = 2
     else:
-        codes, groups = matrix.codes ^ 128, 16  # 128 + q to q in two's complement
+        codes, groups = matrix.codes ^ 128, 8  # 128 + q to q in two's complement
     parts = _panels(codes).reshape(-1, blocks, LANES, groups, codes.shape[-1] // groups)
     body = np.ascontiguousarray(parts.transpose(0, 1, 3, 2, 4)).reshape(len(parts), blocks, -1)
     joined = [np.ascontiguousarray(head).view(np.uint8).reshape(len(parts), blocks, -1) for head in heads]

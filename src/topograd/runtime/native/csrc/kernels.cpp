@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <immintrin.h>
 #include <vector>
 
@@ -12,16 +13,19 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
+#include "vectors.h"
 #include "tiles.h"
 #include "rows.h"
 #include "stage.h"
 } // namespace avx2
+#undef TILE_ROWS
 #pragma GCC pop_options
 
 #define WITH_VNNI
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")
 namespace vnni {
+#include "vectors.h"
 #include "tiles.h"
 #include "rows.h"
 #include "stage.h"
