@@ -10,7 +10,8 @@ setup(
             "topograd.runtime.native._kernels",
             [f"{FOLDER}/kernels.cpp"],
             depends=[
-                f"{FOLDER}/{name}.h" for name in ("layout", "threads", "vectors", "tiles", "rows", "stage")
+                f"{FOLDER}/{name}.h"
+                for name in ("layout", "panels", "threads", "vectors", "tiles", "rows", "stage")
             ],
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-g0"],
             extra_link_args=["-pthread"],

@@ -79,6 +79,8 @@ def _library() -> ctypes.CDLL | None:
             return None  # built of another version of the sources
         library.topograd_stage.argtypes = library.topograd_readout.argtypes = [c_void_p, c_int64]
         library.topograd_stage.restype = library.topograd_readout.restype = None
+        library.topograd_panels.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p]
+        library.topograd_panels.restype = None
         return library
     return None
 
@@ -112,6 +114,11 @@ def run_stage(run: Run) -> None:
 def run_readout(readout: Readout) -> None:
     """Logits of rows by a head."""
     _called().topograd_readout(byref(readout), level())
+
+
+def fill_panels(rows: int, panels: int, inputs: int, half: bool, to: int) -> None:
+    """Rows of floats, by an array of their addresses, to panels (`packing.py`)."""
+    _called().topograd_panels(rows, panels, inputs, half, to)
 
 
 def _called() -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topograd.runtime.native.library import FORMATS, Matrix
+from topograd.runtime.native.library import FORMATS, Matrix, fill_panels
 from topograd.runtime.quantize import BLOCK, Quantized, pad_blocks
 
 LANES = 8
@@ -80,11 +80,6 @@ def ordered_blocks(matrix: Quantized, order: NDArray[np.int64]) -> Quantized:
     return found
 
 
-def _rows(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """With zeros for the outputs that a last panel lacks."""
-    return np.pad(x, [(0, padded(len(x)) - len(x)), *((0, 0) for _ in x.shape[1:])]) if len(x) % LANES else x
-
-
 def packed_size(outputs: int, inputs: int, form: str) -> int:
     """Bytes of a matrix in a format, with what alignment may add."""
     blocks = -(-inputs // BLOCK)
@@ -93,20 +88,27 @@ def packed_size(outputs: int, inputs: int, form: str) -> int:
     return padded(outputs) * each.get(form, 20 * blocks) + ALIGNED
 
 
-def pack_floats(weight: NDArray[np.float32], form: str, memory: Memory) -> Matrix:
-    """W (out, in) in float32, or in bfloat16 where the lower halves are dropped."""
-    out, inputs = weight.shape
-    even = np.pad(weight, ((0, 0), (0, 1))) if inputs % 2 else weight
-    full: NDArray[Any] = to_bfloat16(_rows(even)) if form == "bfloat16" else _rows(even)
-    target = memory.take(full.nbytes).view(full.dtype).reshape(-1, even.shape[1] // 2, LANES, 2)
-    target[:] = full.reshape(-1, LANES, even.shape[1] // 2, 2).transpose(0, 2, 1, 3)
-    return _matrix(form, out, inputs, target)
+def pack_floats(
+    weights: Sequence[NDArray[np.float32]],
+    form: str,
+    memory: Memory,
+    order: NDArray[np.int64] | None = None,
+) -> Matrix:
+    """Matrices (out, in) one below the other, in float32 or rounded to bfloat16.
 
-
-def to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of floats, rounded to the nearest, ties to even."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    Their rows come in an order, where -1 is a row of zeros; they are read where they are.
+    """
+    inputs = weights[0].shape[1]
+    rows = np.concatenate([each.ctypes.data + each.strides[0] * np.arange(len(each)) for each in weights])
+    assert all(each.dtype == np.float32 and each.strides[1] in (4, 4 * inputs) for each in weights)
+    if order is not None:
+        rows = np.where(order < 0, 0, rows[order])
+    full = np.zeros(padded(len(rows)), np.int64)
+    full[: len(rows)] = rows
+    half = form == "bfloat16"
+    target = memory.take(len(full) * (inputs + inputs % 2) * (2 if half else 4))
+    fill_panels(full.ctypes.data, len(full) // LANES, inputs, half, target.ctypes.data)
+    return _matrix(form, len(rows), inputs, target)
 
 
 def pack_blocks(matrix: Quantized, inputs: int, memory: Memory) -> Matrix:

@@ -179,8 +179,7 @@ class NativeRuntime(OperatorRuntime):
         self, name: str, maps: Sequence[Any], memory: Memory, order: NDArray[np.int64] | None = None
     ) -> Matrix:
         """Some linear maps as one, their rows in an order if that is given."""
-        weights = [matrix_of(each) for each in maps]
-        matrix = self._pack(name, weights[0] if len(weights) == 1 else torch.cat(weights), memory, order)
+        matrix = self._pack(name, [matrix_of(each) for each in maps], memory, order)
         biases = [each.bias.detach() for each in maps if each.bias is not None]
         if biases:
             bias = torch.cat(biases).float().numpy()
@@ -188,17 +187,17 @@ class NativeRuntime(OperatorRuntime):
         return matrix
 
     def _pack(
-        self, name: str, weight: Tensor, memory: Memory, order: NDArray[np.int64] | None = None
+        self, name: str, weights: Sequence[Tensor], memory: Memory, order: NDArray[np.int64] | None = None
     ) -> Matrix:
-        values, form = weight.detach().float().contiguous().numpy(), self._form(weight.shape[1])
+        values = [each.detach().float().contiguous().numpy() for each in weights]
+        inputs = values[0].shape[1]
+        form = self._form(inputs)
         if form in ("float32", "bfloat16"):
-            return pack_floats(values if order is None else ordered(values, order), form, memory)
+            return pack_floats(values, form, memory, order)
         if name not in self.made:
-            self.made[name] = quantize_half(values, 8 if self.precision == "int8" else 4)
+            self.made[name] = quantize_half(np.concatenate(values), 8 if self.precision == "int8" else 4)
         blocks = self.made[name]
-        return pack_blocks(
-            blocks if order is None else ordered_blocks(blocks, order), values.shape[1], memory
-        )
+        return pack_blocks(blocks if order is None else ordered_blocks(blocks, order), inputs, memory)
 
     def _bias(self, bias: NDArray[np.float32]) -> int:
         """Its address; whole panels of it are read."""
@@ -238,7 +237,7 @@ class NativeRuntime(OperatorRuntime):
         weight = head.matrix(which).detach()
         vocab, width = weight.shape
         memory = Memory(packed_size(vocab, width, self._form(width)))
-        matrix = self._pack(self._head_name(which), weight, memory)
+        matrix = self._pack(self._head_name(which), [weight], memory)
         if head.bias is not None:
             matrix.bias = self._bias(head.bias.detach().float().numpy())
         return matrix, self._norm(self.stack.norm), memory

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "panels.h"
 #include "threads.h"
 
 #pragma GCC push_options
@@ -47,6 +48,11 @@ int64_t topograd_level() {
 void topograd_stage(const Run *run, int64_t level) { level == 2 ? vnni::stage(*run) : avx2::stage(*run); }
 
 void topograd_readout(const Readout *out, int64_t level) { level == 2 ? vnni::readout(*out) : avx2::readout(*out); }
+
+// Rows of floats, which may lie anywhere, to panels: null is a row of zeros. `half`: in bfloat16.
+void topograd_panels(const float *const *rows, int64_t panels, int64_t inputs, int64_t half, void *to) {
+    half ? fill_panels(rows, panels, inputs, (uint16_t *)to) : fill_panels(rows, panels, inputs, (float *)to);
+}
 
 // Bytes of the structures, so that Python's copies of them can be compared.
 int64_t topograd_size(int64_t which) {

@@ -19,6 +19,28 @@ inline float dot(const float *a, const float *b, int64_t n) {
     return sum;
 }
 
+// q · key of 8 keys, which lie one behind the other; the last of `count` stands for those that are missing.
+inline __m256 dots(const float *q, const float *keys, int64_t count, int64_t n) {
+    const float *key[LANES];
+    __m256 acc[LANES];
+    for (int j = 0; j < LANES; j++) key[j] = keys + std::min<int64_t>(j, count - 1) * n, acc[j] = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        __m256 v = _mm256_loadu_ps(q + i);
+#pragma GCC unroll 8
+        for (int j = 0; j < LANES; j++) acc[j] = _mm256_fmadd_ps(v, _mm256_loadu_ps(key[j] + i), acc[j]);
+    }
+    __m256 first = _mm256_hadd_ps(_mm256_hadd_ps(acc[0], acc[1]), _mm256_hadd_ps(acc[2], acc[3]));
+    __m256 second = _mm256_hadd_ps(_mm256_hadd_ps(acc[4], acc[5]), _mm256_hadd_ps(acc[6], acc[7]));
+    __m256 sum = _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+    for (; i < n; i++) {
+        float last[LANES];
+        for (int j = 0; j < LANES; j++) last[j] = key[j][i];
+        sum = _mm256_fmadd_ps(_mm256_set1_ps(q[i]), _mm256_loadu_ps(last), sum);
+    }
+    return sum;
+}
+
 // exp to about one unit in the last place (Cephes); 0 below -87.3.
 inline __m256 exponential(__m256 x) {
     const __m256 least = _mm256_set1_ps(-87.3f);

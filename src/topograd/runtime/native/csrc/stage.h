@@ -225,8 +225,10 @@ class StageRun {
     static float weigh(const Layer &l, Own &own, const float *keys, int64_t count) {
         float *s = own.scores.data();
         const float *q = own.query.data();
-        for (int64_t i = 0; i < count; i++) s[i] = dot(q, keys + i * l.head_width, l.head_width) * l.scale;
-        for (int64_t i = count; i < padded(count); i++) s[i] = -INFINITY;
+        int64_t d = l.head_width;
+        for (int64_t i = 0; i < count; i += LANES)
+            _mm256_storeu_ps(s + i, _mm256_mul_ps(dots(q, keys + i * d, count - i, d), _mm256_set1_ps(l.scale)));
+        std::fill(s + count, s + padded(count), -INFINITY);
         __m256 most = _mm256_set1_ps(-INFINITY);
         for (int64_t i = 0; i < count; i += LANES) {
             __m256 v = _mm256_loadu_ps(s + i);

@@ -114,7 +114,7 @@ template <bool MINIMA, int R> void int4_tile(const uint8_t *w, int64_t blocks, c
 
 // `panels` panels of a matrix from `first` on, with R rows: y[panel][row][lane].
 template <int R> void multiply_rows(const Matrix &m, int64_t first, int panels, const Chunk &x, float *y) {
-    constexpr int P = R == TILE ? 2 : 1; // float panels at once
+    constexpr int P = R == TILE ? PANELS : 1;
     int64_t bytes = panel_bytes(m), blocks = blocks_of(m.inputs), steps = steps_of(m.format, m.inputs);
     for (int p = 0; p < panels;) {
         const uint8_t *w = m.data + (first + p) * bytes;
@@ -143,9 +143,9 @@ inline void multiply(const Matrix &m, int64_t first, int panels, int rows, const
     case 2: return multiply_rows<2>(m, first, panels, x, y);
     case 3: return multiply_rows<3>(m, first, panels, x, y);
     case 4: return multiply_rows<4>(m, first, panels, x, y);
-#if TILE_ROWS > 4
     case 5: return multiply_rows<5>(m, first, panels, x, y);
     case 6: return multiply_rows<6>(m, first, panels, x, y);
+#if TILE_ROWS > 6
     case 7: return multiply_rows<7>(m, first, panels, x, y);
     case 8: return multiply_rows<8>(m, first, panels, x, y);
 #endif

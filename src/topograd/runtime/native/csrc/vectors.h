@@ -5,6 +5,7 @@
 #ifdef WITH_VNNI
 
 #define TILE_ROWS 8
+constexpr int PANELS = 2; // of floats that meet a whole tile at once
 using Floats = __m512;
 using Ints = __m512i;
 using Unit = __m512i; // the same 8 bytes for all outputs
@@ -36,7 +37,8 @@ inline __m256 high_half(Floats v) { return _mm256_castpd_ps(_mm512_extractf64x4_
 
 #else
 
-#define TILE_ROWS 4
+#define TILE_ROWS 6
+constexpr int PANELS = 1;
 struct Floats {
     __m256 low, high;
 };
