@@ -221,7 +221,7 @@ class Writer:
         if self.args.json:
             return
         if not self.begun:
-            note_runtime(self.model.engine)
+            note_runtime(self.model)
         self.begun = True
         if not self.colours:
             sys.stdout.write(text)
