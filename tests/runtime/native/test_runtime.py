@@ -42,7 +42,7 @@ LONG = TransformerConfig(
     head_width=16,
     mlp_width=100,
     vocab=VOCAB,
-    context=200,
+    context=700,
 )
 """Widths that fill neither panels nor blocks; three layers, two of which a stage sends on."""
 
@@ -62,7 +62,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 def logits_in_parts(runtime: NativeRuntime, text: list[int], parts: list[int]) -> torch.Tensor:
     """Logits of a text whose tokens come in runs of these lengths, the last perhaps shorter, and again."""
-    engine = Engine(runtime.stack, "1,2", 200, runtime)
+    engine = Engine(runtime.stack, "1,2", 700, runtime)
     (sequence,) = engine.start([text[:1]])
     found, at, turn = [], 0, 0
     while at < len(text):
@@ -174,13 +174,13 @@ def test_a_forked_process_has_threads_of_its_own(stack: Stack) -> None:
 
 @torch.inference_mode()
 def test_a_long_text_is_torchs(stack: Stack) -> None:
-    """More rows than go through a stage at once."""
-    text = tokens(180)
-    found = logits_in_parts(NativeRuntime(stack), text, [150, 30])
-    engine = Engine(stack, "1,2", 200)
+    """More rows than go through a stage at once, and more positions than a first buffer holds."""
+    text = tokens(660)
+    found = logits_in_parts(NativeRuntime(stack), text, [600, 1, 59])
+    engine = Engine(stack, "1,2", 700)
     batch = engine.start([text])
     engine.run(batch, 1)
-    close(found, engine.logits(batch, 1, [180]))
+    close(found, engine.logits(batch, 1, [660]))
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
