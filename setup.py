@@ -13,7 +13,10 @@ setup(
                 f"{FOLDER}/{name}.h"
                 for name in ("layout", "panels", "threads", "vectors", "tiles", "rows", "stage")
             ],
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-g0"],
+            extra_compile_args=[
+                *("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-g0"),
+                *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # of GCC 12's own header
+            ],
             extra_link_args=["-pthread"],
             language="c++",
             py_limited_api=True,  # called by ctypes: any Python loads it

@@ -148,7 +148,8 @@ def note_runtime(model: Model) -> None:
 
     runtime, session = model.engine.runtime, model.session
     note(f"runtime {runtime.name}, weights {runtime.precision}")
-    if said := again(read_origin(session.run, session.config).get("kinds"), runtime.precision):
+    kinds = read_origin(session.run, session.config).get("kinds")
+    if said := again(kinds, runtime.precision, runtime.name):
         note(said)
 
 

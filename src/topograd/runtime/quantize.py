@@ -40,7 +40,9 @@ BLOCK = 32
 LEAST = 32
 """Matrices with fewer inputs than this are not quantised."""
 SAME = {"int8": {"Q8_0"}, "int4": {"Q4_0", "Q4_1"}}
-"""Kinds of GGUF blocks that a precision keeps as they are (`native/packing.py`)."""
+"""Kinds of GGUF blocks that a precision keeps as they are."""
+GRIDS = {"Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+"""Those that the native runtime keeps in either (`native/packing.py`)."""
 _BITS = {"int8": 8, "int4": 4}
 
 
@@ -70,9 +72,10 @@ def check_precision(name: str) -> Precision:
     return precision
 
 
-def again(kinds: str | None, precision: str) -> str | None:
+def again(kinds: str | None, precision: str, runtime: str) -> str | None:
     """What is said where a file's blocks, of the kinds named, are quantised once more; None where none is."""
     found = {kind for kind in (kinds or "").split() if kind.startswith("Q")}
+    found -= GRIDS if runtime == "native" else set()
     if precision not in SAME or not (other := sorted(found - SAME[precision])):
         return None
     return f"{', '.join(other)} of the model's file is quantised again: --weights float32 keeps its values"

@@ -12,6 +12,7 @@ from topograd.runtime.native.library import FORMATS
 from topograd.runtime.native.packing import (
     Memory,
     gate_order,
+    grid_of,
     halved,
     ordered,
     ordered_blocks,
@@ -64,6 +65,39 @@ def test_blocks_of_gguf_are_found_again(kind: str, bits: int) -> None:
     np.testing.assert_allclose(dequantize(packed, 256), there, rtol=0, atol=1e-8)
     made = pack_blocks(packed, 256, Memory(packed_size(64, 256, "int4-minima" if bits == 4 else "int8")))
     assert FORMATS[made.format] == {"Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4-minima"}[kind]
+
+
+def dequantised(kind: str, rows: int = 16, inputs: int = 512) -> np.ndarray:
+    """Random blocks of a kind of GGUF, whose numbers of 16 bits are small."""
+    gguf = pytest.importorskip("gguf")
+    type_ = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[type_]
+    raw = np.random.default_rng(1).integers(0, 256, (rows * inputs // block, size), np.uint8)
+    halves = {"Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}
+    for at, value in zip(halves.get(kind, [0, 2]), (0.0123, 0.0345), strict=False):
+        raw[:, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    found: np.ndarray = gguf.quants.dequantize(raw.reshape(-1), type_).reshape(rows, inputs)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_other_blocks_of_gguf_are_grids(kind: str) -> None:
+    there = dequantised(kind)
+    grid = grid_of(there)
+    assert grid is not None
+    found = grid.codes * grid.scales[..., None] + grid.minima[..., None]
+    np.testing.assert_allclose(found.reshape(there.shape), there, rtol=1e-5, atol=1e-6 * np.abs(there).max())
+
+
+def test_other_numbers_are_no_grid() -> None:
+    gguf = pytest.importorskip("gguf")
+    assert grid_of(matrix(16, 512)) is None
+    assert grid_of(matrix(16, 70)) is None
+    assert grid_of(np.full((8, 32), np.nan, np.float32)) is None
+    for kind in ("Q8_0", "Q4_0", "Q4_1"):
+        type_ = gguf.GGMLQuantizationType[kind]
+        there = gguf.quants.dequantize(gguf.quants.quantize(matrix(16, 512), type_), type_)
+        assert grid_of(there) is None, "int8 or int4 keep it in less memory"
 
 
 def test_bfloat16_rounds_as_torch() -> None:

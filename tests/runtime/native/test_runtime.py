@@ -255,6 +255,37 @@ def test_any_schedule_of_quantised_weights_gives_one_text(
         assert torch.equal(one, other)
 
 
+def gridded(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Numbers as in Q4_K: for 32 of them a scale and a minimum that 16 bits do not hold."""
+    codes = torch.randint(0, 16, (shape[0], shape[1] // 32, 32), generator=generator)
+    scales, minima = torch.rand(2, shape[0], shape[1] // 32, 1, generator=generator)
+    return (codes * scales * 0.05 - minima * 0.4).view(shape)
+
+
+@pytest.mark.skipif(library.level() < 2, reason="one instruction set here")
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@torch.inference_mode()
+def test_k_quants_are_not_quantised_again(precision: Precision) -> None:
+    """To the rounding of 16-bit activations the float32 model; the same bits in every way."""
+    torch.manual_seed(0)
+    made = Transformer(LONG.changed(width=96, mlp_width=128)).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(gridded(parameter.shape, generator))
+    text, runtime = tokens(40), NativeRuntime(made, precision, threads=2)
+    found = logits_in_parts(runtime, text, [1])
+    assert not runtime.made, "no matrix was quantised"
+    exact = logits_in_parts(NativeRuntime(made), text, [8])
+    assert (found - exact).abs().max() < 2e-3 * exact.abs().max()
+    assert torch.equal(logits_in_parts(runtime, text, [8, 3, 29]), found)
+    library.use_level(1)
+    try:
+        assert torch.equal(logits_in_parts(NativeRuntime(made, precision, threads=1), text, [7]), found)
+    finally:
+        library.use_level(None)
+
+
 @torch.inference_mode()
 def test_bfloat16_is_exact_for_weights_that_are(stack: Stack) -> None:
     torch.manual_seed(0)

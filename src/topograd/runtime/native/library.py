@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 LEVELS = ("none", "avx2", "avx512-vnni")
 """Instruction sets, as `topograd_level` counts them."""
-FORMATS = ("float32", "bfloat16", "int8", "int4", "int4-minima")
+FORMATS = ("float32", "bfloat16", "int8", "int4", "int4-minima", "grid")
 ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu", "relu2")
 NO_NORM, RMS, LAYER = range(3)
 ROW = ("token", "position", "slot", "room", "buffer")
@@ -81,6 +81,10 @@ def _library() -> ctypes.CDLL | None:
         library.topograd_stage.restype = library.topograd_readout.restype = None
         library.topograd_panels.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p]
         library.topograd_panels.restype = None
+        library.topograd_grids.argtypes = [c_void_p, c_int64, c_int64, *[c_void_p] * 3]
+        library.topograd_grids.restype = c_int64
+        library.topograd_read.argtypes = [c_void_p, c_int64, c_int64]
+        library.topograd_read.restype = None
         return library
     return None
 
@@ -119,6 +123,16 @@ def run_readout(readout: Readout) -> None:
 def fill_panels(rows: int, panels: int, inputs: int, half: bool, to: int) -> None:
     """Rows of floats, by an array of their addresses, to panels (`packing.py`)."""
     _called().topograd_panels(rows, panels, inputs, half, to)
+
+
+def find_grids(values: int, count: int, levels: int, codes: int, scales: int, minima: int) -> int:
+    """Grids of runs of 16 floats (`packing.py`): how many there are before the first run that has none."""
+    return int(_called().topograd_grids(values, count, levels, codes, scales, minima))
+
+
+def read_plainly(address: int, size: int, threads: int) -> None:
+    """Load some memory and do nothing with it."""
+    _called().topograd_read(address, size, threads)
 
 
 def _called() -> Any:

@@ -4,10 +4,13 @@
     int8        (panels, blocks): 8 scales (f16), then (8, 8, 4) integers: 8 times 4 inputs
     int4        (panels, blocks): 8 scales, 8 minima unless all are -8 d (f16), then (2, 8, 8) bytes, whose
                 low halves are inputs 0..15 of the block and whose high halves 16..31
+    grid        (panels, blocks): 8 scales and 8 minima (f32) of each half, then as int8
 
 Weights of a block of 32 inputs are d q (int8, |q| ≤ 127) or d q + m (int4, 0 ≤ q ≤ 15), with d and m of 16
 bits, as in GGUF. The integers are found for the rounded d and m, so a matrix that came from Q8_0, Q4_0 or
-Q4_1 is found again exactly: of such a block the extremes are known to be codes.
+Q4_1 is found again exactly: of such a block the extremes are known to be codes. A matrix of another kind of
+GGUF (Q5_0, Q5_1, K-quants) is a grid: 16 inputs are d q + m with 0 ≤ q ≤ 63 and float32 d and m, found from
+the values alone, so that nothing is quantised again.
 
 Memory is private and anonymous: shared memory gets no large pages. Cost: O(out · in), once.
 """
@@ -17,15 +20,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topograd.runtime.native.library import FORMATS, Matrix, fill_panels
-from topograd.runtime.quantize import BLOCK, Quantized, pad_blocks
+from topograd.runtime.native.library import FORMATS, Matrix, fill_panels, find_grids
+from topograd.runtime.quantize import BLOCK, Quantized, dequantize, pad_blocks
 
 LANES = 8
+LEVELS = 63
+"""The largest code of a grid: Q6_K has so many."""
 ALIGNED = 64
 """Panels begin at multiples of this."""
 BEHIND = 4096
@@ -84,7 +90,13 @@ def packed_size(outputs: int, inputs: int, form: str) -> int:
     """Bytes of a matrix in a format, with what alignment may add."""
     blocks = -(-inputs // BLOCK)
     even = inputs + inputs % 2
-    each = {"float32": 4 * even, "bfloat16": 2 * even, "int8": 34 * blocks, "int4": 18 * blocks}
+    each = {
+        "grid": 48 * blocks,
+        "float32": 4 * even,
+        "bfloat16": 2 * even,
+        "int8": 34 * blocks,
+        "int4": 18 * blocks,
+    }
     return padded(outputs) * each.get(form, 20 * blocks) + ALIGNED
 
 
@@ -133,6 +145,45 @@ def pack_blocks(matrix: Quantized, inputs: int, memory: Memory) -> Matrix:
     target = memory.take(len(parts) * blocks * width).reshape(len(parts), blocks, width)
     np.concatenate([*joined, body], axis=-1, out=target)
     return _matrix(form, out, inputs, target)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A matrix (out, in) whose runs of 16 inputs are d q + m."""
+
+    codes: NDArray[np.uint8]
+    """(out, blocks, 2, 16)."""
+    scales: NDArray[np.float32]
+    """(out, blocks, 2)."""
+    minima: NDArray[np.float32]
+
+
+def grid_of(values: NDArray[np.float32]) -> Grid | None:
+    """W (out, in) as a grid, if it is one that neither int8 nor int4 blocks keep."""
+    out, inputs = values.shape
+    if inputs % BLOCK:
+        return None
+    some = values[:64]
+    if any(np.allclose(dequantize(quantize_half(some, bits), inputs), some, 1e-5, 1e-8) for bits in (8, 4)):
+        return None
+    codes = np.empty((out, inputs // BLOCK, 2, BLOCK // 2), np.uint8)
+    scales, minima = (np.empty(codes.shape[:3], np.float32) for _ in range(2))
+    wide = np.ascontiguousarray(values)
+    addresses = [each.ctypes.data for each in (codes, scales, minima)]
+    if find_grids(wide.ctypes.data, scales.size, LEVELS, *addresses) < scales.size:
+        return None
+    return Grid(codes, scales, minima)
+
+
+def pack_grid(grid: Grid, memory: Memory) -> Matrix:
+    """A grid in panels."""
+    out, blocks = grid.scales.shape[:2]
+    heads = np.stack((_panels(grid.scales), _panels(grid.minima)), 2).transpose(0, 1, 4, 2, 3)
+    head = np.ascontiguousarray(heads).view(np.uint8).reshape(len(heads), blocks, -1)
+    parts = _panels(grid.codes).reshape(-1, blocks, LANES, 8, 4).transpose(0, 1, 3, 2, 4)
+    target = memory.take(len(heads) * blocks * 384).reshape(len(heads), blocks, 384)
+    np.concatenate([head, parts.reshape(len(heads), blocks, -1)], axis=-1, out=target)
+    return _matrix("grid", out, blocks * BLOCK, target)
 
 
 def _panels(x: NDArray[np.generic]) -> NDArray[np.generic]:

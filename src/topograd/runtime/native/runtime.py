@@ -9,6 +9,7 @@ rounded. With int8 and int4 weights the model is another one, and what is exact 
 
     int8    d q, 32 weights a scale, times activations in blocks of 16-bit integers
     int4    d q + m, times activations in blocks of 8-bit integers
+    either  a matrix of a K-quant as it is: d q + m for 16 weights, times 16-bit integers
 
 Limits: transformer blocks (`nn/transformer/block.py`) in float32 on a CPU, x86-64 with AVX2. Weights are read
 when they are packed: make another runtime when they change.
@@ -39,11 +40,13 @@ from topograd.runtime.native.library import Layer, Matrix, Norm, Readout
 from topograd.runtime.native.packing import (
     Memory,
     gate_order,
+    grid_of,
     halved,
     ordered,
     ordered_blocks,
     pack_blocks,
     pack_floats,
+    pack_grid,
     packed_size,
     padded,
     quantize_half,
@@ -167,7 +170,7 @@ class NativeRuntime(OperatorRuntime):
         """The format that a matrix of so many inputs is packed in, or more exactly reserved for."""
         if self.precision in ("float32", "bfloat16"):
             return self.precision
-        return "float32" if inputs < LEAST else {"int8": "int8", "int4": "int4-minima"}[self.precision]
+        return "float32" if inputs < LEAST else "grid"
 
     def _size(self, block: Any) -> int:
         linears = [each for each in block.modules() if isinstance(each, parts.Linear)]
@@ -195,7 +198,11 @@ class NativeRuntime(OperatorRuntime):
         if form in ("float32", "bfloat16"):
             return pack_floats(values, form, memory, order)
         if name not in self.made:
-            self.made[name] = quantize_half(np.concatenate(values), 8 if self.precision == "int8" else 4)
+            joined = np.concatenate(values)
+            grid = grid_of(joined if order is None else ordered(joined, order))
+            if grid is not None:
+                return pack_grid(grid, memory)
+            self.made[name] = quantize_half(joined, 8 if self.precision == "int8" else 4)
         blocks = self.made[name]
         return pack_blocks(blocks if order is None else ordered_blocks(blocks, order), inputs, memory)
 

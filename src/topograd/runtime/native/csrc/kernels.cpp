@@ -54,6 +54,15 @@ void topograd_panels(const float *const *rows, int64_t panels, int64_t inputs, i
     half ? fill_panels(rows, panels, inputs, (uint16_t *)to) : fill_panels(rows, panels, inputs, (float *)to);
 }
 
+void topograd_read(const uint8_t *from, int64_t bytes, int64_t threads) { avx2::read_plainly(from, bytes, int(threads)); }
+
+// Grids of `count` times 16 numbers; returns how many were found before the first that has none.
+int64_t topograd_grids(const float *w, int64_t count, int64_t levels, uint8_t *codes, float *scale, float *least) {
+    int64_t i = 0;
+    while (i < count && find_grid(w + 16 * i, int(levels), codes + 16 * i, scale[i], least[i])) i++;
+    return i;
+}
+
 // Bytes of the structures, so that Python's copies of them can be compared.
 int64_t topograd_size(int64_t which) {
     const int64_t sizes[] = {sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Row), sizeof(Run), sizeof(Readout)};

@@ -163,18 +163,19 @@ class Tiled {
         bool floats = format == FLOAT32 || format == BFLOAT16;
         steps = steps_of(format, inputs), blocks = blocks_of(inputs);
         single.resize(inputs), units.resize(rows * steps);
-        if (!floats) scale.resize(rows * blocks), sum.resize(rows * blocks);
+        sums = format == GRID ? 2 : 1;
+        if (!floats) scale.resize(rows * blocks), sum.resize(rows * blocks * sums);
         for (int64_t i = 0; i < rows; i++) {
             int64_t start = i / TILE * TILE, wide = std::min<int64_t>(TILE, rows - start), r = i - start;
             const float *v = row(i, single.data());
             int64_t *to = units.data() + start * steps + r;
             if (floats) pair(v, inputs, to, wide);
-            else quantize(format, v, inputs, to, start * blocks + r, wide);
+            else quantize(format, v, inputs, to, start, wide, r);
         }
     }
 
     Chunk chunk(int64_t start) const {
-        return {units.data() + start * steps, scale.data() + start * blocks, sum.data() + start * blocks};
+        return {units.data() + start * steps, scale.data() + start * blocks, sum.data() + start * blocks * sums};
     }
 
   private:
@@ -186,19 +187,25 @@ class Tiled {
         }
     }
 
-    void quantize(Format format, const float *v, int64_t inputs, int64_t *to, int64_t place, int64_t wide) {
+    void quantize(Format format, const float *v, int64_t inputs, int64_t *to, int64_t start, int64_t wide, int64_t r) {
+        float *scales = scale.data() + start * blocks + r, *totals = sum.data() + start * blocks * sums + r;
         int32_t codes[BLOCK];
-        for (int64_t b = 0; b < blocks; b++, place += wide, to += steps / blocks * wide) {
-            float s = quantize_block(v + b * BLOCK, std::min<int64_t>(BLOCK, inputs - b * BLOCK), format == INT8 ? 32767 : 127, codes);
-            int32_t total = 0;
-            for (int32_t c : codes) total += c;
-            scale[place] = s, sum[place] = s * total;
-            if (format == INT8) narrow<int16_t>(codes, to, wide);
-            else narrow<int8_t>(codes, to, wide);
+        for (int64_t b = 0; b < blocks; b++, scales += wide, to += steps / blocks * wide) {
+            float limit = narrow_codes(format) ? 127 : 32767;
+            float s = quantize_block(v + b * BLOCK, std::min<int64_t>(BLOCK, inputs - b * BLOCK), limit, codes);
+            *scales = s;
+            for (int part = 0; part < sums; part++, totals += wide) {
+                int32_t total = 0;
+                for (int i = part * BLOCK / sums; i < (part + 1) * BLOCK / sums; i++) total += codes[i];
+                *totals = s * total;
+            }
+            if (narrow_codes(format)) narrow<int8_t>(codes, to, wide);
+            else narrow<int16_t>(codes, to, wide);
         }
     }
 
     std::vector<float> scale, sum, single;
     std::vector<int64_t> units;
     int64_t steps = 0, blocks = 0;
+    int sums = 1; // of a block
 };

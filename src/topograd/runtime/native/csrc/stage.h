@@ -308,6 +308,27 @@ inline void read_rows(const Readout &out, int64_t start, Own &own) {
     });
 }
 
+// The plain read that a share of bandwidth is a share of: nothing but loads, by all threads.
+inline void read_plainly(const uint8_t *from, int64_t bytes, int threads) {
+    struct Job {
+        const uint8_t *from;
+        int64_t blocks;
+        std::atomic<int64_t> found;
+    } job{from, bytes / 256, {0}};
+    auto work = [](void *job, int thread, int threads) {
+        Job &all = *(Job *)job;
+        Share mine = share(all.blocks, thread, threads);
+        __m256i sum[4] = {};
+        for (int64_t i = mine.first; i < mine.last; i++) {
+            const __m256i *p = (const __m256i *)(all.from + 256 * i);
+            for (int k = 0; k < 8; k++) sum[k % 4] = _mm256_xor_si256(sum[k % 4], _mm256_loadu_si256(p + k));
+        }
+        __m256i one = _mm256_xor_si256(_mm256_xor_si256(sum[0], sum[1]), _mm256_xor_si256(sum[2], sum[3]));
+        all.found += _mm256_extract_epi64(one, 0) ^ _mm256_extract_epi64(one, 1) ^ _mm256_extract_epi64(one, 2) ^ _mm256_extract_epi64(one, 3);
+    };
+    team::current()->run(work, &job, threads);
+}
+
 inline void readout(const Readout &out) {
     auto work = [](void *job, int thread, int threads) {
         Own own{thread, threads, {}, {}, {}};

@@ -9,6 +9,7 @@
 //     int8       a block: 8 scales (f16), 8 steps of 8 outputs × 4 inputs; activations of 16 bits
 //     int4       a block: 8 scales (f16), 8 minima (f16) if it has them, 2 times 8 outputs × 8 bytes, the low
 //                halves inputs 0..15 of the block and the high ones 16..31; activations of 8 bits
+//     grid       a block: for each half of it 8 scales and 8 minima (float32), then as int8
 //
 // Integer sums of half a block are exact (127 · 32767 · 16 < 2^31; 15 · 127 · 8 < 2^15).
 
@@ -16,17 +17,21 @@
 struct Chunk {
     const int64_t *units;   // pairs of floats, quadruples of int16, or eight int8
     const float *scale;     // of a block
-    const float *sum;       // scale · Σ codes of a block
+    const float *sum;       // scale · Σ codes of a block, for grids of each half of it
 };
 
-constexpr int64_t block_bytes(Format f) { return f == INT8 ? 16 + 256 : f == INT4 ? 16 + 128 : 32 + 128; }
+constexpr int64_t block_bytes(Format f) {
+    return f == GRID ? 128 + 256 : f == INT8 ? 16 + 256 : f == INT4 ? 16 + 128 : 32 + 128;
+}
+
+inline bool narrow_codes(Format f) { return f == INT4 || f == INT4_MINIMA; }
 
 inline int64_t blocks_of(int64_t inputs) { return (inputs + BLOCK - 1) / BLOCK; }
 
 // Units of activations that a row of so many numbers has.
 inline int64_t steps_of(Format f, int64_t inputs) {
     if (f == FLOAT32 || f == BFLOAT16) return (inputs + 1) / 2;
-    return blocks_of(inputs) * (f == INT8 ? 8 : 4);
+    return blocks_of(inputs) * (narrow_codes(f) ? 4 : 8);
 }
 
 inline int64_t panel_bytes(const Matrix &m) {
@@ -82,6 +87,34 @@ template <int R> void int8_tile(const uint8_t *w, int64_t blocks, const Chunk &x
     for (int r = 0; r < R; r++) _mm256_storeu_ps(y + r * LANES, folded(acc[r]));
 }
 
+// Codes of 0..127 with a scale and a minimum for 16 inputs: what K-quants are made of.
+template <int R> void grid_tile(const uint8_t *w, int64_t blocks, const Chunk &x, float *y) {
+    Floats acc[R];
+    __m256 lower[R];
+    for (int r = 0; r < R; r++) acc[r] = no_floats(), lower[r] = _mm256_setzero_ps();
+    const int64_t *units = x.units;
+    for (int64_t b = 0; b < 2 * blocks; b++, units += 4 * R) {
+        const uint8_t *half = w + b / 2 * block_bytes(GRID), *head = half + b % 2 * 64;
+        Ints sum[R];
+        for (int r = 0; r < R; r++) sum[r] = no_ints();
+        for (int i = 0; i < 3; i++) prefetch(head + AHEAD + 64 * i);
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++) {
+            Ints v = words(half + 128 + b % 2 * 128 + 32 * g);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sum[r] = by_words(sum[r], v, unit(units + g * R + r));
+        }
+        Floats scale = doubled(_mm256_loadu_ps((const float *)head));
+        __m256 least = _mm256_loadu_ps((const float *)head + LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            acc[r] = scaled(sum[r], scale, x.scale[b / 2 * R + r], acc[r]);
+            lower[r] = _mm256_fmadd_ps(least, _mm256_broadcast_ss(x.sum + b * R + r), lower[r]);
+        }
+    }
+    for (int r = 0; r < R; r++) _mm256_storeu_ps(y + r * LANES, _mm256_add_ps(folded(acc[r]), lower[r]));
+}
+
 template <bool MINIMA, int R> void int4_tile(const uint8_t *w, int64_t blocks, const Chunk &x, float *y) {
     constexpr int HEADER = MINIMA ? 32 : 16;
     Floats acc[R];
@@ -114,7 +147,7 @@ template <bool MINIMA, int R> void int4_tile(const uint8_t *w, int64_t blocks, c
 
 // `panels` panels of a matrix from `first` on, with R rows: y[panel][row][lane].
 template <int R> void multiply_rows(const Matrix &m, int64_t first, int panels, const Chunk &x, float *y) {
-    constexpr int P = R == TILE ? PANELS : 1;
+    constexpr int P = R >= 3 ? PANELS : 1;
     int64_t bytes = panel_bytes(m), blocks = blocks_of(m.inputs), steps = steps_of(m.format, m.inputs);
     for (int p = 0; p < panels;) {
         const uint8_t *w = m.data + (first + p) * bytes;
@@ -132,6 +165,7 @@ template <int R> void multiply_rows(const Matrix &m, int64_t first, int panels, 
         case INT8: int8_tile<R>(w, blocks, x, to); break;
         case INT4: int4_tile<false, R>(w, blocks, x, to); break;
         case INT4_MINIMA: int4_tile<true, R>(w, blocks, x, to); break;
+        case GRID: grid_tile<R>(w, blocks, x, to); break;
         }
         p += done;
     }

@@ -5,7 +5,7 @@
 #ifdef WITH_VNNI
 
 #define TILE_ROWS 8
-constexpr int PANELS = 2; // of floats that meet a whole tile at once
+constexpr int PANELS = 2; // of floats that meet three rows or more at once
 using Floats = __m512;
 using Ints = __m512i;
 using Unit = __m512i; // the same 8 bytes for all outputs
