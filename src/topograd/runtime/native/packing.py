@@ -161,9 +161,9 @@ class Grid:
 def grid_of(values: NDArray[np.float32]) -> Grid | None:
     """W (out, in) as a grid, if it is one that neither int8 nor int4 blocks keep."""
     out, inputs = values.shape
-    if inputs % BLOCK:
-        return None
     some = values[:64]
+    if inputs % BLOCK or not np.isfinite(some).all():
+        return None
     if any(np.allclose(dequantize(quantize_half(some, bits), inputs), some, 1e-5, 1e-8) for bits in (8, 4)):
         return None
     codes = np.empty((out, inputs // BLOCK, 2, BLOCK // 2), np.uint8)
