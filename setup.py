@@ -9,8 +9,14 @@ setup(
         Extension(
             "topograd.runtime.native._kernels",
             [f"{FOLDER}/kernels.cpp"],
-            depends=[f"{FOLDER}/{name}.h" for name in ("layout", "threads", "tiles", "rows", "stage")],
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-g0"],
+            depends=[
+                f"{FOLDER}/{name}.h"
+                for name in ("layout", "panels", "threads", "vectors", "tiles", "rows", "stage")
+            ],
+            extra_compile_args=[
+                *("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-g0"),
+                *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # of GCC 12's own header
+            ],
             extra_link_args=["-pthread"],
             language="c++",
             py_limited_api=True,  # called by ctypes: any Python loads it

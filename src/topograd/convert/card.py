@@ -10,7 +10,7 @@ head of a folder's README.md), or the card says that it must be looked up.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,19 @@ def origin_of_folder(folder: Path) -> dict[str, str | None]:
     return {"name": source_name(folder)[:LONGEST], "licence": licence}
 
 
-def origin_of_gguf(file: Path, metadata: Mapping[str, Any]) -> dict[str, str | None]:
-    """What a GGUF file says of itself."""
+def origin_of_gguf(
+    file: Path, metadata: Mapping[str, Any], kinds: Collection[str] = ()
+) -> dict[str, str | None]:
+    """What a GGUF file says of itself; `kinds` are those of its matrices."""
 
     def text(key: str) -> str | None:
         value = metadata.get(key)
         plain = isinstance(value, str) and value.isprintable() and value.strip()
         return str(value)[:LONGEST] if plain else None
 
-    return {"name": text("general.name") or source_name(file)[:LONGEST], "licence": text("general.license")}
+    name = text("general.name") or source_name(file)[:LONGEST]
+    said = {"name": name, "licence": text("general.license")}
+    return said | {"kinds": " ".join(sorted(kinds))} if kinds else said
 
 
 def write_origin(run: Run, origin: Mapping[str, Any]) -> None:

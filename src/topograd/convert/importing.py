@@ -212,7 +212,8 @@ def _open_gguf(file: Path) -> Source:
     _check_tokenizer(tokenizer, config, file)
     names = [name for name in gguf.tensors if name != "rope_freqs.weight"]  # read into the config
     stack = _filled(config, gguf.tensor, names, "gguf")
-    return Source(config, tokenizer, stack, None, origin_of_gguf(file, gguf.metadata))
+    kinds = {entry.kind for entry in gguf.tensors.values() if len(entry.shape) > 1}
+    return Source(config, tokenizer, stack, None, origin_of_gguf(file, gguf.metadata, kinds))
 
 
 def _filled(

@@ -22,11 +22,12 @@ Limits: a few prompts, a noisy machine. Read the quartiles.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,6 +49,8 @@ from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
 from topograd.runs.session import LoadedTextRun, heldout_text
+from topograd.runtime.native import library
+from topograd.runtime.native.packing import Memory
 from topograd.timing import ratio, take_turns
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 9, "int4": 6}
@@ -313,10 +316,16 @@ def _batched(strategy: DecodeStrategy, text: Text, settings: DecodeSettings) -> 
 
 
 def read_bandwidth(rounds: int = 7) -> float:
-    """Bytes a second that all of torch's threads read together, at best."""
-    numbers = torch.ones(READ_BYTES // 4)
-    seconds = take_turns({"read": numbers.sum}, rounds)["read"]
-    return READ_BYTES / min(seconds)
+    """Bytes a second that as many threads as torch has read together, at best, of large pages."""
+    memory = Memory(READ_BYTES).take(READ_BYTES)
+    memory[:] = 1
+    numbers = torch.from_numpy(memory.view(np.float32))
+    ways: dict[str, Callable[[], object]] = {"torch": numbers.sum}
+    if library.missing_reason() is None:
+        ways["native"] = partial(
+            library.read_plainly, numbers.data_ptr(), READ_BYTES, torch.get_num_threads()
+        )
+    return READ_BYTES / min(min(each) for each in take_turns(ways, rounds).values())
 
 
 def matrix_bytes(engine: Engine, stack: Stack) -> float:

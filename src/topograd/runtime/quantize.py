@@ -39,6 +39,10 @@ Precision = Literal["float32", "bfloat16", "int8", "int4"]
 BLOCK = 32
 LEAST = 32
 """Matrices with fewer inputs than this are not quantised."""
+SAME = {"int8": {"Q8_0"}, "int4": {"Q4_0", "Q4_1"}}
+"""Kinds of GGUF blocks that a precision keeps as they are."""
+GRIDS = {"Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+"""Those that the native runtime keeps in either (`native/packing.py`)."""
 _BITS = {"int8": 8, "int4": 4}
 
 
@@ -66,6 +70,15 @@ def check_precision(name: str) -> Precision:
     if precision is None:
         raise ConfigError(setting="weights", given=name, allowed=f"one of {', '.join(get_args(Precision))}")
     return precision
+
+
+def again(kinds: str | None, precision: str, runtime: str) -> str | None:
+    """What is said where a file's blocks, of the kinds named, are quantised once more; None where none is."""
+    found = {kind for kind in (kinds or "").split() if kind.startswith("Q")}
+    found -= GRIDS if runtime == "native" else set()
+    if precision not in SAME or not (other := sorted(found - SAME[precision])):
+        return None
+    return f"{', '.join(other)} of the model's file is quantised again: --weights float32 keeps its values"
 
 
 def quantize(weight: NDArray[np.float32], precision: Precision) -> Quantized:

@@ -14,11 +14,9 @@ from topograd.runtime.native import library
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing is remembered before and after."""
-    for each in (library._library, library.level):
-        each.cache_clear()
+    library._library.cache_clear()
     yield
-    for each in (library._library, library.level):
-        each.cache_clear()
+    library._library.cache_clear()
 
 
 def test_they_are_built_where_there_is_a_compiler() -> None:
@@ -39,3 +37,11 @@ def test_a_processor_without_avx2_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         pytest.skip("not built")
     monkeypatch.setattr(library, "level", lambda: 0)
     assert "AVX2" in str(library.missing_reason())
+
+
+def test_a_lower_instruction_set_can_be_used() -> None:
+    best = library.level()
+    library.use_level(0)
+    assert library.level() == 0
+    library.use_level(None)
+    assert library.level() == best

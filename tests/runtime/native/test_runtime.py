@@ -3,8 +3,11 @@ That float32 is torch's is in ../test_operators.py."""
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -39,7 +42,7 @@ LONG = TransformerConfig(
     head_width=16,
     mlp_width=100,
     vocab=VOCAB,
-    context=200,
+    context=700,
 )
 """Widths that fill neither panels nor blocks; three layers, two of which a stage sends on."""
 
@@ -59,7 +62,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 def logits_in_parts(runtime: NativeRuntime, text: list[int], parts: list[int]) -> torch.Tensor:
     """Logits of a text whose tokens come in runs of these lengths, the last perhaps shorter, and again."""
-    engine = Engine(runtime.stack, "1,2", 200, runtime)
+    engine = Engine(runtime.stack, "1,2", 700, runtime)
     (sequence,) = engine.start([text[:1]])
     found, at, turn = [], 0, 0
     while at < len(text):
@@ -105,21 +108,79 @@ def test_company_does_not_change_a_bit(stack: Stack, precision: Precision) -> No
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.skipif(library.level() < 2, reason="one instruction set here")
 @torch.inference_mode()
-def test_instruction_sets_agree(stack: Stack, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_agree(stack: Stack, precision: Precision) -> None:
     best = logits_in_parts(NativeRuntime(stack, precision), tokens(30), [8])
-    monkeypatch.setattr(library, "level", lambda: 1)
-    assert torch.equal(logits_in_parts(NativeRuntime(stack, precision), tokens(30), [8]), best)
+    library.use_level(1)
+    try:
+        lower = logits_in_parts(NativeRuntime(stack, precision), tokens(30), [8, 1, 3])
+    finally:
+        library.use_level(None)
+    assert torch.equal(lower, best)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@torch.inference_mode()
+def test_what_is_not_a_number_stays_so(stack: Stack, precision: Precision) -> None:
+    """In its own row alone: nothing is rounded to a number, and the rows beside it are as before."""
+    runtime = NativeRuntime(stack, precision, threads=2)
+    h = torch.randn(3, 72, generator=torch.Generator().manual_seed(1))
+    wanted = runtime.readout(h, 0)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        h[1, 40] = bad
+        found = runtime.readout(h, 0)
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+
+
+@torch.inference_mode()
+def test_a_layer_passes_on_what_is_not_a_number() -> None:
+    torch.manual_seed(0)
+    for activation in ("silu", "relu"):
+        broken = Transformer(LONG.changed(activation=activation)).eval()
+        broken.embedding.weight.detach()[7] = float("nan")
+        for precision in PRECISIONS:
+            found = logits_in_parts(NativeRuntime(broken, precision), [1, 2, 7, 3], [4])
+            assert found[:2].isfinite().all()
+            assert found[2:].isnan().all(), "what follows reads its keys and values"
+
+
+@torch.inference_mode()
+def test_runtimes_of_two_threads_take_turns(stack: Stack) -> None:
+    """Each thread with a runtime of its own: one team serves both, one call at a time."""
+    text = tokens(60)
+    alone = {p: logits_in_parts(NativeRuntime(stack, p, threads=2), text, [1]) for p in PRECISIONS}
+
+    def again(precision: Precision) -> bool:
+        with torch.inference_mode():
+            own = NativeRuntime(stack, precision, threads=2)
+            return torch.equal(logits_in_parts(own, text, [1, 4]), alone[precision])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(again, PRECISIONS))
+
+
+@torch.inference_mode()
+def test_a_forked_process_has_threads_of_its_own(stack: Stack) -> None:
+    runtime, h = NativeRuntime(stack, threads=2), torch.randn(2, 72)
+    wanted = runtime.readout(h, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(runtime.readout(h, 0), wanted) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(runtime.readout(h, 0), wanted)
 
 
 @torch.inference_mode()
 def test_a_long_text_is_torchs(stack: Stack) -> None:
-    """More rows than go through a stage at once."""
-    text = tokens(180)
-    found = logits_in_parts(NativeRuntime(stack), text, [150, 30])
-    engine = Engine(stack, "1,2", 200)
+    """More rows than go through a stage at once, and more positions than a first buffer holds."""
+    text = tokens(660)
+    found = logits_in_parts(NativeRuntime(stack), text, [600, 1, 59])
+    engine = Engine(stack, "1,2", 700)
     batch = engine.start([text])
     engine.run(batch, 1)
-    close(found, engine.logits(batch, 1, [180]))
+    close(found, engine.logits(batch, 1, [660]))
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -192,6 +253,37 @@ def test_any_schedule_of_quantised_weights_gives_one_text(
             act(engine, batch, random.Random(step)) for engine, batch in zip(engines, both, strict=True)
         )
         assert torch.equal(one, other)
+
+
+def gridded(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Numbers as in Q4_K: for 32 of them a scale and a minimum that 16 bits do not hold."""
+    codes = torch.randint(0, 16, (shape[0], shape[1] // 32, 32), generator=generator)
+    scales, minima = torch.rand(2, shape[0], shape[1] // 32, 1, generator=generator)
+    return (codes * scales * 0.05 - minima * 0.4).view(shape)
+
+
+@pytest.mark.skipif(library.level() < 2, reason="one instruction set here")
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@torch.inference_mode()
+def test_k_quants_are_not_quantised_again(precision: Precision) -> None:
+    """To the rounding of 16-bit activations the float32 model; the same bits in every way."""
+    torch.manual_seed(0)
+    made = Transformer(LONG.changed(width=96, mlp_width=128)).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(gridded(parameter.shape, generator))
+    text, runtime = tokens(40), NativeRuntime(made, precision, threads=2)
+    found = logits_in_parts(runtime, text, [1])
+    assert not runtime.made, "no matrix was quantised"
+    exact = logits_in_parts(NativeRuntime(made), text, [8])
+    assert (found - exact).abs().max() < 2e-3 * exact.abs().max()
+    assert torch.equal(logits_in_parts(runtime, text, [8, 3, 29]), found)
+    library.use_level(1)
+    try:
+        assert torch.equal(logits_in_parts(NativeRuntime(made, precision, threads=1), text, [7]), found)
+    finally:
+        library.use_level(None)
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 LEVELS = ("none", "avx2", "avx512-vnni")
 """Instruction sets, as `topograd_level` counts them."""
-FORMATS = ("float32", "bfloat16", "int8", "int4", "int4-minima")
+FORMATS = ("float32", "bfloat16", "int8", "int4", "int4-minima", "grid")
 ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu", "relu2")
 NO_NORM, RMS, LAYER = range(3)
 ROW = ("token", "position", "slot", "room", "buffer")
@@ -79,15 +79,28 @@ def _library() -> ctypes.CDLL | None:
             return None  # built of another version of the sources
         library.topograd_stage.argtypes = library.topograd_readout.argtypes = [c_void_p, c_int64]
         library.topograd_stage.restype = library.topograd_readout.restype = None
+        library.topograd_panels.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p]
+        library.topograd_panels.restype = None
+        library.topograd_grids.argtypes = [c_void_p, c_int64, c_int64, *[c_void_p] * 3]
+        library.topograd_grids.restype = c_int64
+        library.topograd_read.argtypes = [c_void_p, c_int64, c_int64]
+        library.topograd_read.restype = None
         return library
     return None
 
 
-@cache
+_forced: list[int] = []
+
+
 def level() -> int:
     """Which instruction set of LEVELS runs here; 0 where none can or nothing was built."""
     library = _library()
-    return 0 if library is None else int(library.topograd_level())
+    return 0 if library is None else min([int(library.topograd_level()), *_forced])
+
+
+def use_level(wanted: int | None) -> None:
+    """Use no more than an instruction set from now on, or the best one (None): for comparisons."""
+    _forced[:] = [] if wanted is None else [wanted]
 
 
 def missing_reason() -> str | None:
@@ -97,14 +110,29 @@ def missing_reason() -> str | None:
     return None if level() else "this processor has no AVX2, FMA and F16C"
 
 
-def run_stage(run: Run, instructions: int | None = None) -> None:
-    """The layers of a stage on new positions, by the best instruction set or a lower one."""
-    _called().topograd_stage(byref(run), level() if instructions is None else instructions)
+def run_stage(run: Run) -> None:
+    """The layers of a stage on new positions."""
+    _called().topograd_stage(byref(run), level())
 
 
-def run_readout(readout: Readout, instructions: int | None = None) -> None:
+def run_readout(readout: Readout) -> None:
     """Logits of rows by a head."""
-    _called().topograd_readout(byref(readout), level() if instructions is None else instructions)
+    _called().topograd_readout(byref(readout), level())
+
+
+def fill_panels(rows: int, panels: int, inputs: int, half: bool, to: int) -> None:
+    """Rows of floats, by an array of their addresses, to panels (`packing.py`)."""
+    _called().topograd_panels(rows, panels, inputs, half, to)
+
+
+def find_grids(values: int, count: int, levels: int, codes: int, scales: int, minima: int) -> int:
+    """Grids of runs of 16 floats (`packing.py`): how many there are before the first run that has none."""
+    return int(_called().topograd_grids(values, count, levels, codes, scales, minima))
+
+
+def read_plainly(address: int, size: int, threads: int) -> None:
+    """Load some memory and do nothing with it."""
+    _called().topograd_read(address, size, threads)
 
 
 def _called() -> Any:

@@ -1,13 +1,16 @@
 """Matrices in panels of 8 outputs, in one block of memory with large pages.
 
-    float32     (panels, in, 8)                                     bfloat16: the upper halves of the same
-    int8        (panels, blocks): 8 scales (f16), then (16, 8, 2) integers: 16 pairs of inputs
-    int4        (panels, blocks): 8 scales, 8 minima unless all are -8 d (f16), then (4, 8, 4) bytes, whose
+    float32     (panels, in / 2, 8, 2): pairs of inputs             bfloat16: the upper halves of the same
+    int8        (panels, blocks): 8 scales (f16), then (8, 8, 4) integers: 8 times 4 inputs
+    int4        (panels, blocks): 8 scales, 8 minima unless all are -8 d (f16), then (2, 8, 8) bytes, whose
                 low halves are inputs 0..15 of the block and whose high halves 16..31
+    grid        (panels, blocks): 8 scales and 8 minima (f32) of each half, then as int8
 
 Weights of a block of 32 inputs are d q (int8, |q| ≤ 127) or d q + m (int4, 0 ≤ q ≤ 15), with d and m of 16
 bits, as in GGUF. The integers are found for the rounded d and m, so a matrix that came from Q8_0, Q4_0 or
-Q4_1 is found again exactly: of such a block the extremes are known to be codes.
+Q4_1 is found again exactly: of such a block the extremes are known to be codes. A matrix of another kind of
+GGUF (Q5_0, Q5_1, K-quants) is a grid: 16 inputs are d q + m with 0 ≤ q ≤ 63 and float32 d and m, found from
+the values alone, so that nothing is quantised again.
 
 Memory is private and anonymous: shared memory gets no large pages. Cost: O(out · in), once.
 """
@@ -17,15 +20,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topograd.runtime.native.library import FORMATS, Matrix
-from topograd.runtime.quantize import BLOCK, Quantized, pad_blocks
+from topograd.runtime.native.library import FORMATS, Matrix, fill_panels, find_grids
+from topograd.runtime.quantize import BLOCK, Quantized, dequantize, pad_blocks
 
 LANES = 8
+LEVELS = 63
+"""The largest code of a grid: Q6_K has so many."""
 ALIGNED = 64
 """Panels begin at multiples of this."""
 BEHIND = 4096
@@ -80,31 +86,41 @@ def ordered_blocks(matrix: Quantized, order: NDArray[np.int64]) -> Quantized:
     return found
 
 
-def _rows(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """With zeros for the outputs that a last panel lacks."""
-    return np.pad(x, [(0, padded(len(x)) - len(x)), *((0, 0) for _ in x.shape[1:])]) if len(x) % LANES else x
-
-
 def packed_size(outputs: int, inputs: int, form: str) -> int:
     """Bytes of a matrix in a format, with what alignment may add."""
     blocks = -(-inputs // BLOCK)
-    each = {"float32": 4 * inputs, "bfloat16": 2 * inputs, "int8": 34 * blocks, "int4": 18 * blocks}
+    even = inputs + inputs % 2
+    each = {
+        "grid": 48 * blocks,
+        "float32": 4 * even,
+        "bfloat16": 2 * even,
+        "int8": 34 * blocks,
+        "int4": 18 * blocks,
+    }
     return padded(outputs) * each.get(form, 20 * blocks) + ALIGNED
 
 
-def pack_floats(weight: NDArray[np.float32], form: str, memory: Memory) -> Matrix:
-    """W (out, in) in float32, or in bfloat16 where the lower halves are dropped."""
-    out, inputs = weight.shape
-    full: NDArray[Any] = to_bfloat16(_rows(weight)) if form == "bfloat16" else _rows(weight)
-    target = memory.take(full.nbytes).view(full.dtype).reshape(-1, inputs, LANES)
-    target[:] = full.reshape(-1, LANES, inputs).transpose(0, 2, 1)
-    return _matrix(form, out, inputs, target)
+def pack_floats(
+    weights: Sequence[NDArray[np.float32]],
+    form: str,
+    memory: Memory,
+    order: NDArray[np.int64] | None = None,
+) -> Matrix:
+    """Matrices (out, in) one below the other, in float32 or rounded to bfloat16.
 
-
-def to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of floats, rounded to the nearest, ties to even."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    Their rows come in an order, where -1 is a row of zeros; they are read where they are.
+    """
+    inputs = weights[0].shape[1]
+    rows = np.concatenate([each.ctypes.data + each.strides[0] * np.arange(len(each)) for each in weights])
+    assert all(each.dtype == np.float32 and each.strides[1] in (4, 4 * inputs) for each in weights)
+    if order is not None:
+        rows = np.where(order < 0, 0, rows[order])
+    full = np.zeros(padded(len(rows)), np.int64)
+    full[: len(rows)] = rows
+    half = form == "bfloat16"
+    target = memory.take(len(full) * (inputs + inputs % 2) * (2 if half else 4))
+    fill_panels(full.ctypes.data, len(full) // LANES, inputs, half, target.ctypes.data)
+    return _matrix(form, len(rows), inputs, target)
 
 
 def pack_blocks(matrix: Quantized, inputs: int, memory: Memory) -> Matrix:
@@ -119,9 +135,9 @@ def pack_blocks(matrix: Quantized, inputs: int, memory: Memory) -> Matrix:
             heads.append(_panels(minima.astype(np.float16)))
         nibbles = np.stack((matrix.codes & 15, matrix.codes >> 4), -1).reshape(out, blocks, 2, 16)
         codes = nibbles[:, :, 0] | nibbles[:, :, 1] << 4
-        groups = 4
+        groups = 2
     else:
-        codes, groups = matrix.codes ^ 128, 16  # 128 + q to q in two's complement
+        codes, groups = matrix.codes ^ 128, 8  # 128 + q to q in two's complement
     parts = _panels(codes).reshape(-1, blocks, LANES, groups, codes.shape[-1] // groups)
     body = np.ascontiguousarray(parts.transpose(0, 1, 3, 2, 4)).reshape(len(parts), blocks, -1)
     joined = [np.ascontiguousarray(head).view(np.uint8).reshape(len(parts), blocks, -1) for head in heads]
@@ -129,6 +145,45 @@ def pack_blocks(matrix: Quantized, inputs: int, memory: Memory) -> Matrix:
     target = memory.take(len(parts) * blocks * width).reshape(len(parts), blocks, width)
     np.concatenate([*joined, body], axis=-1, out=target)
     return _matrix(form, out, inputs, target)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A matrix (out, in) whose runs of 16 inputs are d q + m."""
+
+    codes: NDArray[np.uint8]
+    """(out, blocks, 2, 16)."""
+    scales: NDArray[np.float32]
+    """(out, blocks, 2)."""
+    minima: NDArray[np.float32]
+
+
+def grid_of(values: NDArray[np.float32]) -> Grid | None:
+    """W (out, in) as a grid, if it is one that neither int8 nor int4 blocks keep."""
+    out, inputs = values.shape
+    some = values[:64]
+    if inputs % BLOCK or not np.isfinite(some).all():
+        return None
+    if any(np.allclose(dequantize(quantize_half(some, bits), inputs), some, 1e-5, 1e-8) for bits in (8, 4)):
+        return None
+    codes = np.empty((out, inputs // BLOCK, 2, BLOCK // 2), np.uint8)
+    scales, minima = (np.empty(codes.shape[:3], np.float32) for _ in range(2))
+    wide = np.ascontiguousarray(values)
+    addresses = [each.ctypes.data for each in (codes, scales, minima)]
+    if find_grids(wide.ctypes.data, scales.size, LEVELS, *addresses) < scales.size:
+        return None
+    return Grid(codes, scales, minima)
+
+
+def pack_grid(grid: Grid, memory: Memory) -> Matrix:
+    """A grid in panels."""
+    out, blocks = grid.scales.shape[:2]
+    heads = np.stack((_panels(grid.scales), _panels(grid.minima)), 2).transpose(0, 1, 4, 2, 3)
+    head = np.ascontiguousarray(heads).view(np.uint8).reshape(len(heads), blocks, -1)
+    parts = _panels(grid.codes).reshape(-1, blocks, LANES, 8, 4).transpose(0, 1, 3, 2, 4)
+    target = memory.take(len(heads) * blocks * 384).reshape(len(heads), blocks, 384)
+    np.concatenate([head, parts.reshape(len(heads), blocks, -1)], axis=-1, out=target)
+    return _matrix("grid", out, blocks * BLOCK, target)
 
 
 def _panels(x: NDArray[np.generic]) -> NDArray[np.generic]:

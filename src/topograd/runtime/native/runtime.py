@@ -9,6 +9,7 @@ rounded. With int8 and int4 weights the model is another one, and what is exact 
 
     int8    d q, 32 weights a scale, times activations in blocks of 16-bit integers
     int4    d q + m, times activations in blocks of 8-bit integers
+    either  a matrix of a K-quant as it is: d q + m for 16 weights, times 16-bit integers
 
 Limits: transformer blocks (`nn/transformer/block.py`) in float32 on a CPU, x86-64 with AVX2. Weights are read
 when they are packed: make another runtime when they change.
@@ -39,11 +40,13 @@ from topograd.runtime.native.library import Layer, Matrix, Norm, Readout
 from topograd.runtime.native.packing import (
     Memory,
     gate_order,
+    grid_of,
     halved,
     ordered,
     ordered_blocks,
     pack_blocks,
     pack_floats,
+    pack_grid,
     packed_size,
     padded,
     quantize_half,
@@ -167,7 +170,7 @@ class NativeRuntime(OperatorRuntime):
         """The format that a matrix of so many inputs is packed in, or more exactly reserved for."""
         if self.precision in ("float32", "bfloat16"):
             return self.precision
-        return "float32" if inputs < LEAST else {"int8": "int8", "int4": "int4-minima"}[self.precision]
+        return "float32" if inputs < LEAST else "grid"
 
     def _size(self, block: Any) -> int:
         linears = [each for each in block.modules() if isinstance(each, parts.Linear)]
@@ -179,8 +182,7 @@ class NativeRuntime(OperatorRuntime):
         self, name: str, maps: Sequence[Any], memory: Memory, order: NDArray[np.int64] | None = None
     ) -> Matrix:
         """Some linear maps as one, their rows in an order if that is given."""
-        weights = [matrix_of(each) for each in maps]
-        matrix = self._pack(name, weights[0] if len(weights) == 1 else torch.cat(weights), memory, order)
+        matrix = self._pack(name, [matrix_of(each) for each in maps], memory, order)
         biases = [each.bias.detach() for each in maps if each.bias is not None]
         if biases:
             bias = torch.cat(biases).float().numpy()
@@ -188,17 +190,21 @@ class NativeRuntime(OperatorRuntime):
         return matrix
 
     def _pack(
-        self, name: str, weight: Tensor, memory: Memory, order: NDArray[np.int64] | None = None
+        self, name: str, weights: Sequence[Tensor], memory: Memory, order: NDArray[np.int64] | None = None
     ) -> Matrix:
-        values, form = weight.detach().float().contiguous().numpy(), self._form(weight.shape[1])
+        values = [each.detach().float().contiguous().numpy() for each in weights]
+        inputs = values[0].shape[1]
+        form = self._form(inputs)
         if form in ("float32", "bfloat16"):
-            return pack_floats(values if order is None else ordered(values, order), form, memory)
+            return pack_floats(values, form, memory, order)
         if name not in self.made:
-            self.made[name] = quantize_half(values, 8 if self.precision == "int8" else 4)
+            joined = np.concatenate(values)
+            grid = grid_of(joined if order is None else ordered(joined, order))
+            if grid is not None:
+                return pack_grid(grid, memory)
+            self.made[name] = quantize_half(joined, 8 if self.precision == "int8" else 4)
         blocks = self.made[name]
-        return pack_blocks(
-            blocks if order is None else ordered_blocks(blocks, order), values.shape[1], memory
-        )
+        return pack_blocks(blocks if order is None else ordered_blocks(blocks, order), inputs, memory)
 
     def _bias(self, bias: NDArray[np.float32]) -> int:
         """Its address; whole panels of it are read."""
@@ -238,7 +244,7 @@ class NativeRuntime(OperatorRuntime):
         weight = head.matrix(which).detach()
         vocab, width = weight.shape
         memory = Memory(packed_size(vocab, width, self._form(width)))
-        matrix = self._pack(self._head_name(which), weight, memory)
+        matrix = self._pack(self._head_name(which), [weight], memory)
         if head.bias is not None:
             matrix.bias = self._bias(head.bias.detach().float().numpy())
         return matrix, self._norm(self.stack.norm), memory

@@ -3,12 +3,11 @@
 
 #include <cstdint>
 
-constexpr int LANES = 8;   // outputs of a panel: a lane of a vector is an output
+constexpr int LANES = 8;   // outputs of a panel
 constexpr int BLOCK = 32;  // inputs that share a scale
-constexpr int TILE = 8;    // rows that a panel meets at once
 constexpr int ROWS = 64;   // rows that go through a stage at once; more go in parts
 
-enum Format : int64_t { FLOAT32, BFLOAT16, INT8, INT4, INT4_MINIMA };
+enum Format : int64_t { FLOAT32, BFLOAT16, INT8, INT4, INT4_MINIMA, GRID };
 enum NormKind : int64_t { NO_NORM, RMS, LAYER };
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
 

@@ -19,11 +19,33 @@ inline float dot(const float *a, const float *b, int64_t n) {
     return sum;
 }
 
+// q · key of 8 keys, which lie one behind the other; the last of `count` stands for those that are missing.
+inline __m256 dots(const float *q, const float *keys, int64_t count, int64_t n) {
+    const float *key[LANES];
+    __m256 acc[LANES];
+    for (int j = 0; j < LANES; j++) key[j] = keys + std::min<int64_t>(j, count - 1) * n, acc[j] = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        __m256 v = _mm256_loadu_ps(q + i);
+#pragma GCC unroll 8
+        for (int j = 0; j < LANES; j++) acc[j] = _mm256_fmadd_ps(v, _mm256_loadu_ps(key[j] + i), acc[j]);
+    }
+    __m256 first = _mm256_hadd_ps(_mm256_hadd_ps(acc[0], acc[1]), _mm256_hadd_ps(acc[2], acc[3]));
+    __m256 second = _mm256_hadd_ps(_mm256_hadd_ps(acc[4], acc[5]), _mm256_hadd_ps(acc[6], acc[7]));
+    __m256 sum = _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+    for (; i < n; i++) {
+        float last[LANES];
+        for (int j = 0; j < LANES; j++) last[j] = key[j][i];
+        sum = _mm256_fmadd_ps(_mm256_set1_ps(q[i]), _mm256_loadu_ps(last), sum);
+    }
+    return sum;
+}
+
 // exp to about one unit in the last place (Cephes); 0 below -87.3.
 inline __m256 exponential(__m256 x) {
     const __m256 least = _mm256_set1_ps(-87.3f);
     __m256 small = _mm256_cmp_ps(x, least, _CMP_LT_OQ);
-    x = _mm256_min_ps(_mm256_max_ps(x, least), _mm256_set1_ps(88.3f));
+    x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(least, x)); // in this order: NaN stays NaN
     __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     x = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     x = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), x);
@@ -63,7 +85,7 @@ inline __m256 activate(__m256 x, Activation kind) {
         return _mm256_loadu_ps(v);
     }
     default: {
-        x = _mm256_max_ps(x, _mm256_setzero_ps());
+        x = _mm256_max_ps(_mm256_setzero_ps(), x);
         return kind == RELU2 ? _mm256_mul_ps(x, x) : x;
     }
     }
@@ -96,63 +118,94 @@ inline void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-// Codes of a block of n ≤ 32 numbers, at most `limit` in size; returns its scale. Missing ones are 0.
+// Codes of a block of n ≤ 32 numbers, at most `limit` in size; returns its scale, NaN where a number
+// is not finite. Missing ones are 0.
 inline float quantize_block(const float *x, int64_t n, float limit, int32_t *codes) {
-    float largest = 0;
-    for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::fabs(x[i]));
-    float inverse = largest > 0 ? limit / largest : 0;
+    float full[BLOCK] = {};
+    if (n < BLOCK) x = std::copy(x, x + n, full) - n;
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 most = _mm256_setzero_ps(), nothing = most;
+    for (int i = 0; i < BLOCK; i += LANES) {
+        __m256 v = _mm256_loadu_ps(x + i);
+        most = _mm256_max_ps(_mm256_andnot_ps(sign, v), most);
+        nothing = _mm256_fmadd_ps(v, _mm256_setzero_ps(), nothing);
+    }
+    if (_mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q))) {
+        std::fill(codes, codes + BLOCK, 0);
+        return NAN;
+    }
+    float lane[LANES];
+    _mm256_storeu_ps(lane, most);
+    float largest = *std::max_element(lane, lane + LANES), inverse = largest > 0 ? limit / largest : 0;
     if (!std::isfinite(inverse)) inverse = 0; // nothing that a float32 can divide
-    for (int64_t i = 0; i < BLOCK; i++) codes[i] = i < n ? _mm_cvtss_si32(_mm_set_ss(x[i] * inverse)) : 0;
+    for (int i = 0; i < BLOCK; i += LANES) {
+        __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(inverse));
+        _mm256_storeu_si256((__m256i *)(codes + i), _mm256_cvtps_epi32(scaled));
+    }
     return largest / limit;
 }
 
-// Rows laid out for the tiles of one matrix, in chunks of 8.
+// The codes of a block as 64-bit units: four of 16 bits or eight of 8 bits.
+template <class Code> void narrow(const int32_t *codes, int64_t *to, int64_t stride) {
+    constexpr int EACH = 8 / sizeof(Code);
+    for (int g = 0; g < BLOCK / EACH; g++) {
+        Code some[EACH];
+        for (int i = 0; i < EACH; i++) some[i] = Code(codes[g * EACH + i]);
+        std::memcpy(to + g * stride, some, 8);
+    }
+}
+
+// Rows laid out for the tiles of one matrix, in chunks of TILE.
 class Tiled {
   public:
     // `row(i, buffer)` gives a pointer to row i, of `inputs` numbers; it may use the buffer.
     template <class RowOf> void fill(Format format, int64_t inputs, int64_t rows, RowOf row) {
-        int64_t blocks = (inputs + BLOCK - 1) / BLOCK;
         bool floats = format == FLOAT32 || format == BFLOAT16;
-        per_row = floats ? inputs : blocks * (format == INT8 ? 16 : 8);
-        blocks_per_row = blocks;
-        single.resize(inputs);
-        if (floats) x.resize(rows * inputs);
-        else codes.resize(rows * per_row), scale.resize(rows * blocks), sum.resize(rows * blocks);
+        steps = steps_of(format, inputs), blocks = blocks_of(inputs);
+        single.resize(inputs), units.resize(rows * steps);
+        sums = format == GRID ? 2 : 1;
+        if (!floats) scale.resize(rows * blocks), sum.resize(rows * blocks * sums);
         for (int64_t i = 0; i < rows; i++) {
             int64_t start = i / TILE * TILE, wide = std::min<int64_t>(TILE, rows - start), r = i - start;
             const float *v = row(i, single.data());
-            if (floats) {
-                float *to = x.data() + start * inputs + r;
-                for (int64_t k = 0; k < inputs; k++) to[k * wide] = v[k];
-            } else quantize(format, v, inputs, start, wide, r);
+            int64_t *to = units.data() + start * steps + r;
+            if (floats) pair(v, inputs, to, wide);
+            else quantize(format, v, inputs, to, start, wide, r);
         }
     }
 
     Chunk chunk(int64_t start) const {
-        int64_t b = start * blocks_per_row;
-        return {x.data() + start * per_row, codes.data() + start * per_row, scale.data() + b, sum.data() + b};
+        return {units.data() + start * steps, scale.data() + start * blocks, sum.data() + start * blocks * sums};
     }
 
   private:
-    void quantize(Format format, const float *v, int64_t inputs, int64_t start, int64_t wide, int64_t r) {
-        int64_t first = start * blocks_per_row + r;
-        int32_t *to = codes.data() + start * per_row + r, block[BLOCK];
-        for (int64_t b = 0; b < blocks_per_row; b++) {
-            float s = quantize_block(v + b * BLOCK, std::min<int64_t>(BLOCK, inputs - b * BLOCK), format == INT8 ? 32767 : 127, block);
-            int32_t total = 0;
-            for (int32_t c : block) total += c;
-            scale[first + b * wide] = s, sum[first + b * wide] = s * total;
-            if (format == INT8)
-                for (int g = 0; g < 16; g++, to += wide)
-                    *to = (block[2 * g] & 0xffff) | int32_t(uint32_t(block[2 * g + 1]) << 16);
-            else
-                for (int g = 0; g < 8; g++, to += wide)
-                    *to = (block[4 * g] & 0xff) | (block[4 * g + 1] & 0xff) << 8 | (block[4 * g + 2] & 0xff) << 16 |
-                          int32_t(uint32_t(block[4 * g + 3]) << 24);
+    static void pair(const float *v, int64_t inputs, int64_t *to, int64_t wide) {
+        for (int64_t k = 0; k + 1 < inputs; k += 2, to += wide) std::memcpy(to, v + k, 8);
+        if (inputs % 2) {
+            float last[2] = {v[inputs - 1], 0};
+            std::memcpy(to, last, 8);
         }
     }
 
-    std::vector<float> x, scale, sum, single;
-    std::vector<int32_t> codes;
-    int64_t per_row = 0, blocks_per_row = 0;
+    void quantize(Format format, const float *v, int64_t inputs, int64_t *to, int64_t start, int64_t wide, int64_t r) {
+        float *scales = scale.data() + start * blocks + r, *totals = sum.data() + start * blocks * sums + r;
+        int32_t codes[BLOCK];
+        for (int64_t b = 0; b < blocks; b++, scales += wide, to += steps / blocks * wide) {
+            float limit = narrow_codes(format) ? 127 : 32767;
+            float s = quantize_block(v + b * BLOCK, std::min<int64_t>(BLOCK, inputs - b * BLOCK), limit, codes);
+            *scales = s;
+            for (int part = 0; part < sums; part++, totals += wide) {
+                int32_t total = 0;
+                for (int i = part * BLOCK / sums; i < (part + 1) * BLOCK / sums; i++) total += codes[i];
+                *totals = s * total;
+            }
+            if (narrow_codes(format)) narrow<int8_t>(codes, to, wide);
+            else narrow<int16_t>(codes, to, wide);
+        }
+    }
+
+    std::vector<float> scale, sum, single;
+    std::vector<int64_t> units;
+    int64_t steps = 0, blocks = 0;
+    int sums = 1; // of a block
 };

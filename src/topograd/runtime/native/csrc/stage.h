@@ -225,8 +225,10 @@ class StageRun {
     static float weigh(const Layer &l, Own &own, const float *keys, int64_t count) {
         float *s = own.scores.data();
         const float *q = own.query.data();
-        for (int64_t i = 0; i < count; i++) s[i] = dot(q, keys + i * l.head_width, l.head_width) * l.scale;
-        for (int64_t i = count; i < padded(count); i++) s[i] = -INFINITY;
+        int64_t d = l.head_width;
+        for (int64_t i = 0; i < count; i += LANES)
+            _mm256_storeu_ps(s + i, _mm256_mul_ps(dots(q, keys + i * d, count - i, d), _mm256_set1_ps(l.scale)));
+        std::fill(s + count, s + padded(count), -INFINITY);
         __m256 most = _mm256_set1_ps(-INFINITY);
         for (int64_t i = 0; i < count; i += LANES) {
             __m256 v = _mm256_loadu_ps(s + i);
@@ -304,6 +306,27 @@ inline void read_rows(const Readout &out, int64_t start, Own &own) {
         int64_t first = panel * LANES;
         std::copy(v, v + std::min<int64_t>(LANES, m.outputs - first), out.logits + (start + r) * m.outputs + first);
     });
+}
+
+// The plain read that a share of bandwidth is a share of: nothing but loads, by all threads.
+inline void read_plainly(const uint8_t *from, int64_t bytes, int threads) {
+    struct Job {
+        const uint8_t *from;
+        int64_t blocks;
+        std::atomic<int64_t> found;
+    } job{from, bytes / 256, {0}};
+    auto work = [](void *job, int thread, int threads) {
+        Job &all = *(Job *)job;
+        Share mine = share(all.blocks, thread, threads);
+        __m256i sum[4] = {};
+        for (int64_t i = mine.first; i < mine.last; i++) {
+            const __m256i *p = (const __m256i *)(all.from + 256 * i);
+            for (int k = 0; k < 8; k++) sum[k % 4] = _mm256_xor_si256(sum[k % 4], _mm256_loadu_si256(p + k));
+        }
+        __m256i one = _mm256_xor_si256(_mm256_xor_si256(sum[0], sum[1]), _mm256_xor_si256(sum[2], sum[3]));
+        all.found += _mm256_extract_epi64(one, 0) ^ _mm256_extract_epi64(one, 1) ^ _mm256_extract_epi64(one, 2) ^ _mm256_extract_epi64(one, 3);
+    };
+    team::current()->run(work, &job, threads);
 }
 
 inline void readout(const Readout &out) {
