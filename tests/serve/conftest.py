@@ -38,19 +38,29 @@ def serve() -> Callable[..., Any]:
 
     def start(served: ServedModel, token: str | None = None) -> tuple[Running, Callable[[], None]]:
         running = Running(served, bind("127.0.0.1", 0), token)
-        ready = threading.Event()
-        thread = threading.Thread(target=lambda: asyncio.run(running.run(ready.set)))
-        thread.start()
-        assert ready.wait(LIMIT)
-
-        def stop() -> None:
-            running.stop()
-            thread.join(LIMIT)
-            assert not thread.is_alive()
-
-        return running, stop
+        return running, _run(running)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def run_server() -> Callable[[Running], Callable[[], None]]:
+    """Starts a server that was made; returns how to stop it."""
+    return _run
+
+
+def _run(running: Running) -> Callable[[], None]:
+    ready = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(running.run(ready.set)))
+    thread.start()
+    assert ready.wait(LIMIT)
+
+    def stop() -> None:
+        running.stop()
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+    return stop
 
 
 @pytest.fixture(scope="session")

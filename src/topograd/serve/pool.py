@@ -31,6 +31,8 @@ class Slot:
         self.busy = False
         self.used = 0
         """When it was last taken, by a count of texts."""
+        self.tenant = ""
+        """Whose text it holds: nobody else's begins with it."""
 
 
 class Pool:
@@ -43,14 +45,22 @@ class Pool:
 
     @torch.inference_mode()
     def take(
-        self, prompt: abc.Sequence[int], stages: abc.Sequence[int], sampling: Sampling, grow: bool = True
+        self,
+        prompt: abc.Sequence[int],
+        stages: abc.Sequence[int],
+        sampling: Sampling,
+        grow: bool = True,
+        tenant: str = "",
     ) -> tuple[Slot, int]:
         """A slot for a prompt, and how many tokens of it the slot holds already, run by all of `stages`.
 
         With `grow`, a new one rather than one whose text is of no use; else there must be a free one.
         """
         limit = len(prompt) - 1
-        ready = {id(slot): min(_ready(slot.sequence, prompt, stages), limit) for slot in self.slots}
+        ready = {
+            id(slot): min(_ready(slot.sequence, prompt, stages), limit) if slot.tenant == tenant else 0
+            for slot in self.slots
+        }
         free = [slot for slot in self.slots if not slot.busy]
         best = max(free, key=lambda slot: (ready[id(slot)], -slot.used), default=None)
         have = 0 if best is None else ready[id(best)]
@@ -59,7 +69,7 @@ class Pool:
             best, have = Slot(self.cache.new()), 0
             self.slots.append(best)
         assert best is not None, "a text is admitted only where a slot is free"
-        best.busy, best.used = True, next(self._clock)
+        best.busy, best.used, best.tenant = True, next(self._clock), tenant
         if donor is not None and self.shares and ready[id(donor)] >= have + MIN_SHARED:
             length = ready[id(donor)]
             self.cache.free(best.sequence)

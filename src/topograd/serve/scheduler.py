@@ -214,7 +214,7 @@ class Scheduler:
             tag, _, job, strategy = heapq.heappop(self._waiting)
             self._tag = max(self._tag, tag)
             pool, grow = self._pool(strategy)
-            slot, have = pool.take(job.prompt, strategy.prompt_stages, job.sampling, grow)
+            slot, have = pool.take(job.prompt, strategy.prompt_stages, job.sampling, grow, job.tenant)
             job.prompt_pos = job.timings.cached = have
             job.timings.admitted = time.perf_counter()
             self.counters.admitted(len(job.prompt), have)
@@ -223,7 +223,8 @@ class Scheduler:
     def _follows(self, job: Job, strategy: DecodeStrategy) -> bool:
         """Whether a text had better wait, because one that begins like it is being read."""
         for active in self.active:
-            if active.unread > self.limits.chunk and active.strategy.engine.plan is strategy.engine.plan:
+            same = active.strategy.engine.plan is strategy.engine.plan and active.job.tenant == job.tenant
+            if same and active.unread > self.limits.chunk:
                 theirs = active.job.prompt
                 most = min(len(theirs), len(job.prompt))
                 common = next((i for i in range(most) if theirs[i] != job.prompt[i]), most)

@@ -11,7 +11,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -23,7 +23,7 @@ from topograd.serve.app import Service
 from topograd.serve.guard import Guard
 from topograd.serve.http import BoundedHttp
 from topograd.serve.metrics import Counters
-from topograd.serve.scheduler import Scheduler
+from topograd.serve.models import Models, Opener
 from topograd.serve.settings import Limits
 from topograd.serve.texts import ServedModel
 from topograd.serve.worker import Worker
@@ -72,15 +72,20 @@ def is_loopback(host: str) -> bool:
 
 
 class Running:
-    """A model behind a socket."""
+    """Models behind a socket."""
 
-    def __init__(self, served: ServedModel, sock: socket.socket, token: str | None = None) -> None:
-        self.served, self.sock = served, sock
+    def __init__(
+        self,
+        served: ServedModel,
+        sock: socket.socket,
+        token: str | None = None,
+        openers: Mapping[str, Opener] | None = None,
+        memory: float = float("inf"),
+    ) -> None:
+        self.sock = sock
         self.counters = Counters()
-        model = served.model
-        scheduler = Scheduler(model.session, model.engine, served.limits, self.counters, served.specialists)
-        self.worker = Worker(scheduler)
-        self.service = Service(served, self.worker, self.counters)
+        self.models = Models(served, self.counters, openers, memory)
+        self.service = Service(self.models, self.counters)
         self.guard = Guard(self.service.app(), self.counters, token, served.limits.body)
         config = uvicorn.Config(
             self.guard,
@@ -93,6 +98,16 @@ class Running:
             timeout_graceful_shutdown=max(1, round(served.limits.grace)),
         )
         self.server = _Server(config)
+
+    @property
+    def served(self) -> ServedModel:
+        """The first model."""
+        return self.models.open[self.models.default].served
+
+    @property
+    def worker(self) -> Worker:
+        """The first model's thread."""
+        return self.models.open[self.models.default].worker
 
     def address(self) -> str:
         """Where the server is."""
@@ -120,7 +135,7 @@ class Running:
                 continue
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
                 loop.add_signal_handler(number, stop, number)
-        self.worker.start(loop)
+        self.models.start(loop)
         serving = asyncio.create_task(self.server.serve([self.sock]))
         while not self.server.started and not serving.done():
             await asyncio.sleep(0.005)
@@ -129,8 +144,7 @@ class Running:
         try:
             await serving
         finally:
-            await asyncio.to_thread(self.worker.stop)
-            self.service.chats.close()
+            await asyncio.to_thread(self.models.close)
         return received[0] if received else None
 
 
