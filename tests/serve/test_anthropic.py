@@ -24,58 +24,73 @@ USER: Any = {"role": "user", "content": "def read("}
 
 
 @pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[anthropic.Anthropic]:
+def claude(running: Running) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=running.address(), api_key="none", max_retries=0) as made:
         yield made
 
 
 def test_texts_whole_and_in_parts(
-    client: anthropic.Anthropic, running: Running, ask: Callable[..., dict[str, Any]]
+    claude: anthropic.Anthropic, running: Running, ask: Callable[..., dict[str, Any]]
 ) -> None:
-    asked: Any = {"model": running.served.name, "max_tokens": 12, "messages": [USER], "temperature": 0}
-    message = client.messages.create(**asked)
+    asked: Any = {
+        "model": running.served.name,
+        "max_tokens": 12,
+        "messages": [USER],
+        "extra_body": {"temperature": 0},
+    }
+    message = claude.messages.create(**asked)
     assert message.content[0].text == ask(max_tokens=12)["choices"][0]["text"]
     assert message.stop_reason == "max_tokens"
     assert message.usage.output_tokens == 12
-    with client.messages.stream(**asked) as stream:
+    with claude.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == final.content[0].text == message.content[0].text
     assert final.stop_reason == "max_tokens"
-    counted = client.messages.count_tokens(model=running.served.name, messages=[USER]).input_tokens
+    counted = claude.messages.count_tokens(model=running.served.name, messages=[USER]).input_tokens
     for usage in (message.usage, final.usage):
         assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted
 
 
-def test_stop_sequences_and_systems(client: anthropic.Anthropic, running: Running) -> None:
-    asked: Any = {"model": running.served.name, "max_tokens": 20, "messages": [USER], "temperature": 0}
-    whole = client.messages.create(**asked).content[0].text
+def test_stop_sequences_and_systems(claude: anthropic.Anthropic, running: Running) -> None:
+    asked: Any = {
+        "model": running.served.name,
+        "max_tokens": 20,
+        "messages": [USER],
+        "extra_body": {"temperature": 0},
+    }
+    whole = claude.messages.create(**asked).content[0].text
     stop = whole[4:6]
-    message = client.messages.create(**asked, stop_sequences=["zzzz", stop])
+    message = claude.messages.create(**asked, stop_sequences=["zzzz", stop])
     assert message.content[0].text == whole[: whole.index(stop)]
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
     told = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    longer = client.messages.count_tokens(model=running.served.name, messages=[USER], system=told)  # type: ignore[arg-type]
+    longer = claude.messages.count_tokens(model=running.served.name, messages=[USER], system=told)  # type: ignore[arg-type]
     assert (
         longer.input_tokens
-        > client.messages.count_tokens(model=running.served.name, messages=[USER]).input_tokens
+        > claude.messages.count_tokens(model=running.served.name, messages=[USER]).input_tokens
     )
 
 
-def test_tools_and_their_results(client: anthropic.Anthropic, running: Running) -> None:
-    asked: Any = {"model": running.served.name, "max_tokens": 90, "tools": [ADD], "temperature": 0}
+def test_tools_and_their_results(claude: anthropic.Anthropic, running: Running) -> None:
+    asked: Any = {
+        "model": running.served.name,
+        "max_tokens": 90,
+        "tools": [ADD],
+        "extra_body": {"temperature": 0},
+    }
     asked["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
-    message = client.messages.create(**asked, messages=[USER])
+    message = claude.messages.create(**asked, messages=[USER])
     (block,) = message.content
     assert message.stop_reason == "tool_use"
     assert block.type == "tool_use"
     assert set(block.input) == {"a", "b"}
-    with client.messages.stream(**asked, messages=[USER]) as stream:
+    with claude.messages.stream(**asked, messages=[USER]) as stream:
         (streamed,) = stream.get_final_message().content
     assert streamed.type == "tool_use"
     assert streamed.input == block.input
     result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "7"}
-    again = client.messages.create(
+    again = claude.messages.create(
         **(asked | {"tool_choice": {"type": "tool", "name": "add"}}),
         messages=[
             USER,
@@ -87,9 +102,9 @@ def test_tools_and_their_results(client: anthropic.Anthropic, running: Running) 
     assert again.usage.input_tokens + (again.usage.cache_read_input_tokens or 0) > message.usage.input_tokens
 
 
-def test_a_schema(client: anthropic.Anthropic, running: Running) -> None:
+def test_a_schema(claude: anthropic.Anthropic, running: Running) -> None:
     config: Any = {"format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}}
-    message = client.messages.create(
+    message = claude.messages.create(
         model=running.served.name, max_tokens=9, messages=[USER], output_config=config
     )
     assert message.content[0].text in ('"yes"', '"no"')
@@ -122,6 +137,6 @@ def test_errors_have_anthropics_shape(running: Running, fields: dict[str, Any]) 
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_the_client_knows_the_errors(client: anthropic.Anthropic) -> None:
+def test_the_client_knows_the_errors(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(model="other", max_tokens=2, messages=[USER])
+        claude.messages.create(model="other", max_tokens=2, messages=[USER])

@@ -1,4 +1,4 @@
-"""Tools: forced calls fit their schema at every depth, parts of streams add up, and an agent's loop closes."""
+"""Tools: forced calls fit their schema at every depth, streams add up, an agent's loop closes."""
 
 from __future__ import annotations
 
@@ -181,21 +181,29 @@ def test_a_call_that_is_cut_says_so(ask: Callable[..., httpx.Response]) -> None:
     assert choice["finish_reason"] == "length"
 
 
+def with_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "a", "parameters": schema}}
+
+
+def calling(function: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": function}]}
+
+
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [ADD, ADD]}),
     ("tools", {"tools": [{"type": "web_search"}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}),
     ("tools", {"tools": [STOP] * 129}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}], "tool_choice": "required"}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": ["x" * 70_000]}}}], "tool_choice": "required"}),
+    ("tools", {"tools": [with_parameters({"type": "x"})], "tool_choice": "required"}),
+    ("tools", {"tools": [with_parameters({"enum": ["x" * 70_000]})], "tool_choice": "required"}),
     ("tool_choice", {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
     ("tool_choice", {"tool_choice": "required"}),
     ("tool_choice", {"tools": [ADD], "tool_choice": "always"}),
     ("grammar", {"tools": [ADD], "tool_choice": "required", "grammar": {"regex": "a"}}),
-    ("messages", {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]}),
-    ("messages", {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]}),
-]  # fmt: skip
+    ("messages", {"messages": [USER, calling({"name": "add", "arguments": "{"})]}),
+    ("messages", {"messages": [USER, calling({})]}),
+]
 
 
 @pytest.mark.parametrize(("param", "fields"), BAD)

@@ -46,6 +46,10 @@ class Serve:
     memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None
     """Of several models: close those used least recently where the open ones have more parameters than this
     many gigabytes hold."""
+    prompt_cache: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Keep what was computed of prompts in this folder, also over restarts."""
+    prompt_cache_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 4.0
+    """How much of it: what was used least recently is removed."""
     token: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
     """What clients must send as Authorization: Bearer TOKEN; or several with commas between, each of a client
     that shares nothing with the others. Better set TOPOGRAD_TOKEN, which other users of the machine do not
@@ -85,7 +89,14 @@ def run(argv: list[str]) -> int:
 
         def opener(model: Path, name: str, specialists: list[Path]) -> Callable[[], ServedModel]:
             return lambda: open_served(
-                resolve_model(model), name, args.limits, specialists, args.runtime, args.weights
+                resolve_model(model),
+                name,
+                args.limits,
+                specialists,
+                args.runtime,
+                args.weights,
+                args.prompt_cache,
+                args.prompt_cache_gb * 1e9,
             )
 
         models = args.models or (REFERENCE,)
@@ -118,6 +129,7 @@ def _names(args: Serve) -> list[str]:
     if not good or len(names) != len(models) or len(set(names)) < len(names):
         allowed = f"{len(models)} different names, with commas between, without colons and spaces"
         raise ConfigError(setting="name", given=",".join(names), allowed=allowed)
-    if args.memory is not None and not 0 < args.memory < float("inf"):
-        raise ConfigError(setting="memory", given=args.memory, allowed="above 0 and finite")
+    for setting, size in (("memory", args.memory), ("prompt_cache_gb", args.prompt_cache_gb)):
+        if size is not None and not 0 < size < float("inf"):
+            raise ConfigError(setting=setting, given=size, allowed="above 0 and finite")
     return names

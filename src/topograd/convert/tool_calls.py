@@ -287,9 +287,14 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def describe(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    briefly: bool = False,
 ) -> list[dict[str, Any]]:
-    """The same for a template that knows no tools: they are described, calls and results are text."""
+    """The same for a template that knows no tools: they are described, calls and results are text.
+
+    `briefly`, for a model that was not taught conversations: a line for each tool.
+    """
     made = []
     for message in messages:
         content = message["content"]
@@ -303,13 +308,20 @@ def describe(
             others = {k: v for k, v in message.items() if k != "tool_calls"}
             made.append({**others, "content": content})
     if tools:
-        listed = "\n".join(json.dumps(tool) for tool in tools)
-        words = _DESCRIPTION.format(listed)
+        words = _DESCRIPTION.format("\n".join(json.dumps(tool) for tool in tools))
+        if briefly:
+            words = "\n".join(_signature(tool["function"]) for tool in tools)
         if made[0]["role"] == "system":
             made[0]["content"] += f"\n\n{words}"
         else:
             made.insert(0, {"role": "system", "content": words})
     return made
+
+
+def _signature(function: Mapping[str, Any]) -> str:
+    named = (function.get("parameters") or {}).get("properties")
+    arguments = ", ".join(named) if isinstance(named, dict) else ""
+    return f"{function['name']}({arguments})  # {function.get('description') or ''}".rstrip(" #")
 
 
 _DESCRIPTION = """# Tools

@@ -168,6 +168,58 @@ class Cache:
             buffer.copy(old, place, len(sequence), slots)
         self._leave(old)
 
+    def computed(self, sequence: Sequence, stage: int, start: int, stop: int) -> dict[str, Tensor]:
+        """What a stage has computed of some positions, as it lies in the cache: views, by their names.
+
+        Only where states can be cut anywhere (`StageCache.cuts_anywhere`).
+        """
+        slots = self._table.slots[sequence.place.room]
+        found = {
+            f"{name}.{i}": buffer
+            for i, kv in enumerate(self.stages[stage].slots)
+            if kv is not None
+            for name, buffer in (("keys", kv.keys), ("values", kv.values))
+        }
+        ports = self.plan.stages[stage].outputs
+        sent = {f"sent.{i}": self.outputs[port] for i, port in enumerate(ports) if port in self.outputs}
+        own = {"output": self.outputs[stage]} if stage in self.outputs else {}
+        found |= {name: buffer for name, buffer in sent.items() if buffer is not own.get("output")} | own
+        return {name: each.positions(sequence.place, start, stop, slots) for name, each in found.items()}
+
+    def restore(self, sequence: Sequence, stage: int, start: int, tensors: abc.Mapping[str, Tensor]) -> None:
+        """Give a stage what it has computed before (`computed`) of the positions behind its watermark.
+
+        The tokens of these positions were pushed. StackError where the tensors are not such ones.
+        """
+        lead = {
+            f"{kind}.{i}"
+            for i, kv in enumerate(self.stages[stage].slots)
+            for kind in ("keys", "values")
+            if kv
+        }
+        ports = self.plan.stages[stage].outputs
+        if "output" not in tensors or not lead <= tensors.keys():
+            raise StackError(f"the states of stage {stage + 1} are not whole", setting="tensors")
+        output = tensors["output"]
+        self._buffer(stage, tuple(output.shape[1:]), output.dtype)
+        for i, port in enumerate(ports):
+            message = tensors.get(f"sent.{i}")
+            if message is None:
+                self.outputs.setdefault(port, self.outputs[stage])
+            else:
+                self._buffer(port, tuple(message.shape[1:]), message.dtype)
+        count = len(output)
+        here = self.computed(sequence, stage, start, start + count)
+        same = here.keys() == tensors.keys() and all(
+            here[name].shape == each.shape and here[name].dtype == each.dtype
+            for name, each in tensors.items()
+        )
+        if not same or sequence.marks[stage] != start or start + count > len(sequence):
+            raise StackError(f"the states of stage {stage + 1} are of another model", setting="tensors")
+        for name, each in tensors.items():
+            here[name].copy_(each)
+        sequence.marks[stage] = start + count
+
     def _buffers(self) -> list[SlotBuffer]:
         """Each once: a stage that sends its output as it is shares the buffer with its port."""
         return list({id(buffer): buffer for buffer in self.outputs.values()}.values())

@@ -49,7 +49,7 @@ class Chats:
         try:
             plain = for_template([{**each, "content": _text(each.get("content"))} for each in messages])
             if template is None or "tools" not in template:
-                plain, tools = describe(plain, tools), None
+                plain, tools = describe(plain, tools, template is None), None
             if template is None or self._renderer is None:
                 return self.served.encode("\n\n".join(message["content"] for message in plain))
             with self._lock:

@@ -30,7 +30,7 @@ class OpenModel:
         self.served = served
         model = served.model
         self.worker = Worker(
-            Scheduler(model.session, model.engine, served.limits, counters, served.specialists)
+            Scheduler(model.session, model.engine, served.limits, counters, served.specialists, served.disk)
         )
         self.chats = Chats(served)
         self.bytes = sum(p.numel() * p.element_size() for p in model.session.stack.parameters())
@@ -47,6 +47,8 @@ class OpenModel:
         if self.worker.alive:
             self.worker.stop()
         self.chats.close()
+        if self.served.disk is not None:
+            self.served.disk.close()
 
 
 class Models:

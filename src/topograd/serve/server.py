@@ -1,7 +1,8 @@
 """A server's life: a socket, a model, a loop, and an end that lets running requests finish.
 
 The first SIGINT or SIGTERM stops taking requests and gives running ones `grace` seconds; a second one ends at
-once. Nothing is written to disk, so a server that is killed loses what was in flight and nothing else.
+once. Nothing but the prompt cache is written to disk, whole file by whole file, so a server that is killed
+loses what was in flight and nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from topograd.decode.model import Model
 from topograd.errors import ConfigError
 from topograd.runs.session import open_session
 from topograd.serve.app import Service
+from topograd.serve.disk_cache import PromptCache
 from topograd.serve.guard import Guard
 from topograd.serve.http import BoundedHttp
 from topograd.serve.metrics import Counters
@@ -155,6 +157,8 @@ def open_served(
     specialists: Sequence[Path] = (),
     runtime: str | None = None,
     weights: str = "float32",
+    prompt_cache: Path | None = None,
+    prompt_cache_bytes: float = 4e9,
 ) -> ServedModel:
     """A run, ready to be served: its model is laid out and has written a token.
 
@@ -170,6 +174,7 @@ def open_served(
         pool = SpecialistPool.open(folder, opened, runtime=runtime, weights=weights)
     session = open_session(folder) if pool is None else pool.attached.base
     model = Model(session, runtime, weights)
-    served = ServedModel(model, limits, name=name or "", specialists=pool)
+    disk = None if prompt_cache is None else PromptCache.of(prompt_cache, prompt_cache_bytes, model)
+    served = ServedModel(model, limits, name=name or "", specialists=pool, disk=disk)
     model.generate([served.tokenizer.separator], 1, depth="full")
     return served

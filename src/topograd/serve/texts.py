@@ -28,6 +28,7 @@ from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
+from topograd.serve.disk_cache import PromptCache
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.request_schema import RequestError
 from topograd.serve.settings import Limits
@@ -60,6 +61,7 @@ class ServedModel:
     default_depth: str = "full"
     name: str = ""
     specialists: SpecialistPool | None = None
+    disk: PromptCache | None = None
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
