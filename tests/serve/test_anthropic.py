@@ -20,6 +20,7 @@ ADD: Any = {
         "required": ["a", "b"],
     },
 }
+GREEDY: Any = {"extra_body": {"temperature": 0}}
 USER: Any = {"role": "user", "content": "def read("}
 
 

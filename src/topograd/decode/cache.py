@@ -191,34 +191,23 @@ class Cache:
 
         The tokens of these positions were pushed. StackError where the tensors are not such ones.
         """
-        lead = {
-            f"{kind}.{i}"
-            for i, kv in enumerate(self.stages[stage].slots)
-            for kind in ("keys", "values")
-            if kv
-        }
-        ports = self.plan.stages[stage].outputs
-        if "output" not in tensors or not lead <= tensors.keys():
-            raise StackError(f"the states of stage {stage + 1} are not whole", setting="tensors")
-        output = tensors["output"]
-        self._buffer(stage, tuple(output.shape[1:]), output.dtype)
-        for i, port in enumerate(ports):
-            message = tensors.get(f"sent.{i}")
-            if message is None:
-                self.outputs.setdefault(port, self.outputs[stage])
-            else:
-                self._buffer(port, tuple(message.shape[1:]), message.dtype)
-        count = len(output)
-        here = self.computed(sequence, stage, start, start + count)
-        same = here.keys() == tensors.keys() and all(
-            here[name].shape == each.shape and here[name].dtype == each.dtype
-            for name, each in tensors.items()
+        stop = start + len(tensors.get("output", ()))
+        known = self.computed(sequence, stage, start, stop)
+        ports = {f"sent.{i}": port for i, port in enumerate(self.plan.stages[stage].outputs)}
+        fits = all(
+            name in tensors and (tensors[name].shape, tensors[name].dtype) == (each.shape, each.dtype)
+            for name, each in known.items()
         )
-        if not same or sequence.marks[stage] != start or start + count > len(sequence):
-            raise StackError(f"the states of stage {stage + 1} are of another model", setting="tensors")
-        for name, each in tensors.items():
-            here[name].copy_(each)
-        sequence.marks[stage] = start + count
+        if not fits or sequence.marks[stage] != start or not start < stop <= len(sequence):
+            raise StackError(f"these are no states of stage {stage + 1}", setting="tensors")
+        for name, key in ({"output": stage} | ports).items():
+            if name in tensors:
+                self._buffer(key, tuple(tensors[name].shape[1:]), tensors[name].dtype)
+            else:
+                self.outputs.setdefault(key, self.outputs[stage])
+        for name, each in self.computed(sequence, stage, start, stop).items():
+            each.copy_(tensors[name])
+        sequence.marks[stage] = stop
 
     def _buffers(self) -> list[SlotBuffer]:
         """Each once: a stage that sends its output as it is shares the buffer with its port."""

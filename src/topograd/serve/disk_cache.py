@@ -12,8 +12,8 @@ The numbers are those that were computed, to the bit. A file that is damaged or 
 written again when its block is next computed. Files are written by a thread of its own, atomically, and those
 read least recently are removed where all have more than `limit` bytes. Several servers may share a folder.
 
-Limits: a model with recurrent states or histories is not cached (they cannot be cut), nor are specialists. Who
-can write into the folder can change answers, as who can write into the model's folder can.
+Limits: a model with recurrent states or histories is not cached (they cannot be cut), nor are specialists.
+Who can write into the folder can change answers, as who can write into the model's folder can.
 """
 
 from __future__ import annotations
