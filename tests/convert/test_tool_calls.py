@@ -141,7 +141,7 @@ def test_a_grammar_allows_what_the_parser_reads(form: CallFormat, several: bool)
     integer, string = {"type": "integer"}, {"type": "string"}
     add = {"properties": {"a": integer}, "required": ["a"], "additionalProperties": False}
     weather = {"type": "object", "properties": {"city": string}, "required": ["city"]}
-    schemas = {
+    schemas: dict[str, Any] = {
         "add": {"type": "object", **add},
         "get_weather": {"$ref": "#/$defs/w", "$defs": {"w": weather}},
     }
@@ -149,7 +149,7 @@ def test_a_grammar_allows_what_the_parser_reads(form: CallFormat, several: bool)
     one, two = ("add", {"a": 12}), ("get_weather", {"city": "Bern"})
     spelled = {
         "hermes": lambda calls: "\n".join(f"<tool_call>\n{call(*each)}\n</tool_call>" for each in calls),
-        "llama": lambda calls: "; ".join(call(*each, "parameters") for each in calls),
+        "llama": lambda calls: "; ".join(call(name, given, "parameters") for name, given in calls),
         "mistral": lambda calls: f"[TOOL_CALLS][{', '.join(call(*each) for each in calls)}]",
         "named": lambda calls: "".join(
             f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls
@@ -186,8 +186,8 @@ def test_formats_are_read_off_templates(template: str | None, form: CallFormat) 
 
 
 def test_messages_for_templates() -> None:
-    called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
+    called: Any = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Add."},
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},

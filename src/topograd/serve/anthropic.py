@@ -229,7 +229,12 @@ class MessagesResponse:
         (choice,) = self.choices
         if not choice.begun:
             choice.begun = True
-            begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+            begun: dict[str, Any] = {
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": self._usage(),
+            }
             yield _event("message_start", {"message": self.head | begun})
         for delta in choice.take(progress):
             if self._open < 0 or delta.call != self._last or delta.name:

@@ -104,7 +104,7 @@ class Service:
         return JSONResponse(document())
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self.models.list()})
+        return JSONResponse({"object": "list", "data": self.models.entries()})
 
     async def model(self, request: Request) -> Response:
         wanted = request.path_params["model"]

@@ -8,9 +8,10 @@ so the same tokens behind another prefix, of another model or for another tenant
 holds what one stage computed of one block (`decode/cache.py:computed`), as safetensors with a hash of its
 numbers: KEY.STAGE.safetensors. A text at `prefix:1` reads and writes those of the first stage only.
 
-The numbers are those that were computed, to the bit. A file that is damaged or does not fit is removed, and
-written again when its block is next computed. Files are written by a thread of its own, atomically, and those
-read least recently are removed where all have more than `limit` bytes. Several servers may share a folder.
+The numbers are those that were computed, to the bit. A file that is damaged or does not fit is removed with
+those behind it, and written again when the blocks are computed. Files are written by a thread of its own,
+atomically; those read least recently are removed where all have more than `limit` bytes. Several servers may
+share a folder.
 
 Limits: a model with recurrent states or histories is not cached (they cannot be cut), nor are specialists.
 Who can write into the folder can change answers, as who can write into the model's folder can.
@@ -34,7 +35,7 @@ from torch import Tensor
 from topograd.decode.cache import Cache
 from topograd.decode.model import Model
 from topograd.decode.sequence import Sequence as TokenSequence
-from topograd.errors import ConfigError, StackError, TopogradError
+from topograd.errors import ConfigError, DataError, StackError, TopogradError
 from topograd.files import write_atomic
 
 BLOCK = 64
@@ -92,20 +93,21 @@ class PromptCache:
         At least one token of the prompt is left. All of `stages` have run what the sequence holds.
         """
         have = len(sequence)
-        for index, key in enumerate(self.keys(prompt[: len(prompt) - 1], tenant)):
+        keys = self.keys(prompt[: len(prompt) - 1], tenant)
+        for index, key in enumerate(keys):
             start, stop = index * BLOCK, (index + 1) * BLOCK
             if stop <= have:
                 continue
-            states = self._read_block(key, stages)
-            if states is None:
-                break
-            cache.push([sequence], [list(prompt[have:stop])])
             try:
+                states = {stage: self._read(self._path(key, stage)) for stage in stages}
+                cache.push([sequence], [list(prompt[have:stop])])
                 for stage in stages:
                     cache.restore(sequence, stage, have, _behind(states[stage], have - start))
-            except StackError:  # of another model: the identity says too little
-                for stage in stages:
-                    self._path(key, stage).unlink(missing_ok=True)
+            except OSError:  # it is not there
+                break
+            except (StackError, DataError):  # it is damaged, and what follows it may be too: computed again
+                for path in [self._path(later, stage) for later in keys[index:] for stage in stages]:
+                    path.unlink(missing_ok=True)
                 cache.truncate([sequence], [have])
                 break
             have = stop
@@ -132,28 +134,15 @@ class PromptCache:
     def _path(self, key: str, stage: int) -> Path:
         return self.folder / f"{key}.{stage}{SUFFIX}"
 
-    def _read_block(self, key: str, stages: Sequence[int]) -> dict[int, dict[str, Tensor]] | None:
-        found = {}
-        for stage in stages:
-            tensors = self._read(self._path(key, stage))
-            if tensors is None:
-                return None
-            found[stage] = tensors
-        return found
-
-    def _read(self, path: Path) -> dict[str, Tensor] | None:
-        """The tensors of a file; None, and the file is removed, where it is damaged."""
+    def _read(self, path: Path) -> dict[str, Tensor]:
+        """The tensors of a file; DataError where it is damaged."""
         try:
             tensors = load(path.read_bytes())
-            stored = tensors.pop(DIGEST, None)
-        except OSError:
-            return None
+            stored = tensors.pop(DIGEST)
         except (SafetensorError, ValueError, KeyError, TypeError):
-            stored = None
-        if stored is None or not torch.equal(stored, _digest(tensors)):
-            with suppress(OSError):
-                path.unlink()
-            return None
+            raise DataError("a file of the prompt cache is damaged", setting="prompt_cache") from None
+        if not torch.equal(stored, _digest(tensors)):
+            raise DataError("a file of the prompt cache is damaged", setting="prompt_cache")
         with suppress(OSError):
             os.utime(path)
         return tensors

@@ -133,7 +133,7 @@ class Models:
                 await asyncio.to_thread(self.open.pop(other).close)
         return made
 
-    def list(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[dict[str, Any]]:
         """The entries of /v1/models."""
         return [entry for name in self.openers for entry in self.describe(name)]
 

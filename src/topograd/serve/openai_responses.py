@@ -234,7 +234,9 @@ class ResponsesResponse:
                 yield from self._begin(choice)
             if delta.text:
                 kind = "output_text" if delta.call is None else "function_call_arguments"
-                words = {"delta": delta.text} | ({"logprobs": []} if delta.call is None else {})
+                words: dict[str, Any] = {"delta": delta.text} | (
+                    {"logprobs": []} if delta.call is None else {}
+                )
                 yield self._event(f"response.{kind}.delta", self._where(choice) | words)
         if progress.finish:
             if not choice.blocks:
