@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from topograd.cli.main import main
+from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.serve.server import Running, bind, open_served
 from topograd.serve.settings import Limits
@@ -88,6 +90,45 @@ def test_a_model_is_opened_once_for_many(client: httpx.Client, opened: list[str]
         answers = list(threads.map(lambda _: ask(client, "two"), range(6)))
     assert {answer.status_code for answer in answers} == {200}
     assert opened == ["one", "two"]
+
+
+def test_a_model_that_cannot_be_opened(
+    served: ServedModel, run_server: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> ServedModel:
+        raise RunError("it is damaged", remedy="restore /secret/path")
+
+    openers = {"one": lambda: served, "bad": fail}
+    first = ServedModel(served.model, LIMITS, name="one")
+    running = Running(first, bind("127.0.0.1", 0), None, openers)
+    stop = run_server(running)
+    with httpx.Client(base_url=running.address(), timeout=LIMIT, trust_env=False) as client:
+        answer = ask(client, "bad")
+        assert answer.status_code == 503
+        assert "secret" not in answer.text
+        assert ask(client, "one").status_code == 200
+    stop()
+    assert "it is damaged" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--name", "a,b"], ["--name", "a:b"], ["--name", ""], ["--memory", "0"], ["--prompt-cache-gb", "-1"]],
+)
+def test_names_and_sizes_are_checked_first(flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", *flags]) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert flags[0] in line
+
+
+def test_two_folders_of_one_name(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(REFERENCE), str(REFERENCE), "--port", "0"]) == 2
+    assert "--name" in capfd.readouterr().err
+
+
+def test_a_missing_model_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(REFERENCE), "no/such/model", "--port", "0"]) == 2
+    assert "no/such/model" in capfd.readouterr().err
 
 
 def test_the_real_thing_opens_again() -> None:

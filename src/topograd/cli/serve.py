@@ -100,16 +100,18 @@ def run(argv: list[str]) -> int:
             )
 
         models = args.models or (REFERENCE,)
+        for model in models:
+            if not str(model).startswith("hf:") and not model.exists():
+                resolve_model(model)  # it says what is missing, now and not when it is asked for
         openers = {
             name: opener(model, name, [] if k else folders)
             for k, (name, model) in enumerate(zip(names, models, strict=True))
         }
-        served = openers[names[0]]()
         memory = float("inf") if args.memory is None else args.memory * 1e9
-        running = Running(served, sock, token, openers, memory)
+        running = Running(openers[names[0]](), sock, token, openers, memory)
 
         def ready() -> None:
-            note_runtime(served.model.engine)
+            note_runtime(running.served.model.engine)
             print(f"serving {', '.join(names)} at {running.address()} (playground: the same)", flush=True)
 
         ended = asyncio.run(running.run(ready))
@@ -122,7 +124,7 @@ def _names(args: Serve) -> list[str]:
     from topograd.serve.texts import model_name
 
     models = args.models or (REFERENCE,)
-    names = [model_name(Path(str(model).removeprefix("hf:"))) for model in models]
+    names = [model_name(Path(str(model).removeprefix("hf:").removesuffix(".gguf"))) for model in models]
     if args.name is not None:
         names = [part.strip() for part in args.name.split(",")]
     good = all(re.fullmatch(r"[^\s:,]{1,200}", name) for name in names)

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopogradError
 from topograd.serve.chats import Chats
 from topograd.serve.metrics import Counters
 from topograd.serve.request_schema import RequestError
@@ -121,7 +121,12 @@ class Models:
             found.users -= 1
 
     async def _open(self, name: str) -> OpenModel:
-        served = await asyncio.to_thread(self.openers[name])
+        try:
+            served = await asyncio.to_thread(self.openers[name])
+        except TopogradError as error:
+            self.counters.failed(error)
+            message = f"the model {name!r} cannot be opened; the reason is in the server's log"
+            raise RequestError(message, "model", 503) from None
         made = OpenModel(served, self.counters)
         assert self._loop is not None
         made.worker.start(self._loop)
