@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +100,7 @@ async def load(address: str, model: str, clients: int, mixed: bool) -> dict[str,
 
 @contextlib.contextmanager
 def started(command: list[str], peers: str | None, pattern: str) -> Iterator[str]:
-    """A server whose output has its address."""
+    """A server whose output has its address; empty where it did not start."""
     path = os.pathsep.join(filter(None, (peers, os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         command,
@@ -108,13 +109,21 @@ def started(command: list[str], peers: str | None, pattern: str) -> Iterator[str
         text=True,
         env=os.environ | {"PYTHONPATH": path},
     )
-    assert process.stdout is not None
-    try:
+    found: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:  # to the end, since a full pipe would stop the server
+        assert process.stdout is not None
         for line in process.stdout:
-            if found := re.search(pattern, line):
-                yield found[1]
-                return
-        raise SystemExit(f"{command[:3]} did not start")
+            if not found and (match := re.search(pattern, line)):
+                found.append(match[1])
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        ready.wait(120)
+        yield found[0] if found else ""
     finally:
         process.terminate()
         process.wait()
@@ -146,8 +155,9 @@ def servers(
         "llama.cpp": ([sys.executable, __file__, "--llama", str(file), slots], r"listening at (\S+)"),
     }
     if weights == "float32":
-        command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(place / "hf")]
+        command = [str(Path(sys.executable).with_name("transformers")), "serve", str(place / "hf")]
         command += ["--continuous-batching", "--port", "8391", "--dtype", "float32", "--device", "cpu"]
+        command += ["--log-level", "info"]
         found["transformers"] = (command, r"running on (\S+)")
     return found
 
@@ -160,8 +170,12 @@ def measured(asked: argparse.Namespace, weights: str, folder: Path, place: Path)
         found = {}
         for name, (command, pattern) in servers(asked, weights, folder, place).items():
             model = str(place / "hf") if name == "transformers" else "m"
-            found[name] = (stack.enter_context(started(command, asked.peers, pattern)), model)
-            asyncio.run(load(found[name][0], model, 2, False))
+            address = stack.enter_context(started(command, asked.peers, pattern))
+            try:
+                asyncio.run(load(address, model, 2, False))
+                found[name] = (address, model)
+            except (httpx.HTTPError, AssertionError, ValueError) as error:
+                print(name, "does not answer:", error, file=sys.stderr, flush=True)
         for clients in asked.clients:
             turns = [*((name, False) for name in found), *([("ours", True)] if clients > 1 else [])]
             for name, mixed in turns:
