@@ -105,7 +105,12 @@ class PromptCache:
                     cache.restore(sequence, stage, have, _behind(states[stage], have - start))
             except OSError:  # it is not there
                 break
-            except (StackError, DataError):  # it is damaged, and what follows it may be too: computed again
+            except (
+                StackError,
+                DataError,
+                RuntimeError,
+                IndexError,
+            ):  # it is damaged, and what follows it may be too: computed again
                 for path in [self._path(later, stage) for later in keys[index:] for stage in stages]:
                     path.unlink(missing_ok=True)
                 cache.truncate([sequence], [have])
