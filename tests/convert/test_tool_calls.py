@@ -11,6 +11,7 @@ import pytest
 from topograd.convert.tool_calls import (
     HERMES,
     LLAMA,
+    MAX_HELD,
     MISTRAL,
     NAMED,
     CallFormat,
@@ -132,6 +133,14 @@ def test_arguments_are_released_as_they_come() -> None:
     parser = CallParser(HERMES, NAMES)
     seen = [parser.feed(part) for part in ('<tool_call>{"name": "add", "arguments": ', '{"a"', ": 1")]
     assert ["".join(delta.text for delta in some) for some in seen] == ["", '{"a"', ": 1"]
+
+
+def test_what_never_ends_is_released() -> None:
+    """Not held back, nor looked at again and again, beyond a bound."""
+    parser = CallParser(LLAMA, NAMES)
+    made = [parser.feed('{"a": {"b": "c"}, ' if k == 0 else '"x": {}, ') for k in range(MAX_HELD // 4)]
+    assert sum(len(delta.text) for some in made for delta in some) > MAX_HELD
+    assert parser.calls == 0
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, NAMED])

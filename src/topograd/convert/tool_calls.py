@@ -14,7 +14,7 @@ released as they come. Text that begins like a call and is none (no JSON, an unk
 nothing of the text is lost but tags and the spaces around calls. In whatever parts a text comes, the content
 and the calls are the same.
 
-Cost: O(characters); O(n²) in the length n of an object that does not begin with its name.
+Cost: O(characters); of an object that does not begin with its name O(n²), so its length n is bounded.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from topograd.errors import ConfigError
 
 MAX_CALLS = 16
 """Calls of one text that a grammar allows."""
+MAX_HELD = 2**14
+"""Characters that may turn out to be a call whose name does not come first; more are content."""
 NAME = r"[A-Za-z0-9_-]{1,128}"
 _SKIPPED = re.compile(r"(?:[\s,;\]]|\[(?=[\s{\[]))*")
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
@@ -215,7 +217,7 @@ class CallParser:
         try:
             value, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError):
-            return self._no_call() if ended else None
+            return self._no_call() if ended or len(rest) > MAX_HELD else None
         given = value.get("arguments", value.get("parameters", {}))
         if isinstance(given, str):
             given = _object(given)
