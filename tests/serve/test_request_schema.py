@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topograd.serve import anthropic, openai_responses
 from topograd.serve.request_schema import CANDIDATES, CHAT, COMPLETION, TOKENIZE, RequestError, fault, read
 
 GOOD: list[dict[str, Any]] = [
@@ -52,8 +53,8 @@ BAD: list[dict[str, Any]] = [
 ]
 UNSUPPORTED: list[tuple[Any, dict[str, Any]]] = [
     (COMPLETION, {"suffix": "x"}),
-    (CHAT, {"tools": [{"type": "function"}]}),
-    (CHAT, {"tool_choice": "required"}),
+    (openai_responses.FIELDS, {"previous_response_id": "resp_1"}),
+    (anthropic.FIELDS, {"thinking": {"type": "enabled"}}),
 ]
 
 
