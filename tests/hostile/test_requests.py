@@ -27,17 +27,40 @@ BODIES: dict[str, dict[str, Any]] = {
         "seed": 1,
     },
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    "/v1/embeddings": {"input": ["def "], "pooling": "last", "depth": "prefix:1"},
+    "/v1/responses": {
+        "input": [{"role": "user", "content": "hi"}],
+        "max_output_tokens": 1,
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "text": {"format": {"type": "text"}},
+    },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "max_tokens": 1,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "system": "x",
+    },
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"prompt": "def "},
     "/detokenize": {"tokens": [5, 6]},
 }
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1e308, 2**70, "", "x" * 3000, "\ud800", [], [[]], [None], {}, {"a": {}}, [2**40],
     ["", 5], {"role": 3}, [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}], "NaN",
-    -0.0, [[1] * 400],
+    -0.0, [[1] * 400], [TOOL], [TOOL, TOOL], "required", {"type": "tool", "name": "f"}, {"type": "function"},
+    {"type": "json_schema", "json_schema": {"schema": {"allOf": [{"$ref": "#"}]}}}, {"regex": "(a*)*b"},
+    {"format": {"type": "json_schema", "schema": {"not": {}}}}, {"1": 3}, {"x": 3}, "prefix:9",
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 2000}}]}],
+    [{"role": "tool", "content": "x", "tool_call_id": "1"}], [{"type": "function_call_output"}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{}]}]}],
 )  # fmt: skip
 FIELDS = (
     "model", "depth", "logprobs", "stream", "top_p", "best_of", "tools", "response_format", "logit_bias",
     "echo", "suffix", "stream_options", "user", "n", "stop", "max_completion_tokens", "zzz",
+    "tool_choice", "parallel_tool_calls", "grammar", "min_p", "repetition_penalty", "presence_penalty",
+    "stop_token_ids", "messages", "input", "system", "text", "stop_sequences", "output_config", "thinking",
 )  # fmt: skip
 
 
@@ -72,7 +95,7 @@ def broken(chance: random.Random) -> tuple[str, bytes]:
 
 def test_malformed_bodies(client: httpx.Client, count: Callable[[str, str], None], times: int) -> None:
     chance = random.Random(0)
-    for _ in range(250 * times):
+    for _ in range(400 * times):
         path, content = broken(chance)
         answer = client.post(path, content=content, headers={"content-type": "application/json"})
         assert answer.status_code < 500, (path, content, answer.text)

@@ -16,6 +16,7 @@ from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import LoadedTextRun
+from topograd.serve.disk_cache import PromptCache
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
@@ -38,19 +39,29 @@ def serve() -> Callable[..., Any]:
 
     def start(served: ServedModel, token: str | None = None) -> tuple[Running, Callable[[], None]]:
         running = Running(served, bind("127.0.0.1", 0), token)
-        ready = threading.Event()
-        thread = threading.Thread(target=lambda: asyncio.run(running.run(ready.set)))
-        thread.start()
-        assert ready.wait(LIMIT)
-
-        def stop() -> None:
-            running.stop()
-            thread.join(LIMIT)
-            assert not thread.is_alive()
-
-        return running, stop
+        return running, _run(running)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def run_server() -> Callable[[Running], Callable[[], None]]:
+    """Starts a server that was made; returns how to stop it."""
+    return _run
+
+
+def _run(running: Running) -> Callable[[], None]:
+    ready = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(running.run(ready.set)))
+    thread.start()
+    assert ready.wait(LIMIT)
+
+    def stop() -> None:
+        running.stop()
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+    return stop
 
 
 @pytest.fixture(scope="session")
@@ -98,11 +109,11 @@ def double(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
 class Desk:
     """A scheduler without a thread, and what its jobs were told."""
 
-    def __init__(self, session: LoadedTextRun, **limits: Any) -> None:
+    def __init__(self, session: LoadedTextRun, disk: PromptCache | None = None, **limits: Any) -> None:
         self.session = session
         self.model = Model(session)
         engine: Engine = self.model.engine
-        self.scheduler = Scheduler(session, engine, Limits(**limits), Counters())
+        self.scheduler = Scheduler(session, engine, Limits(**limits), Counters(), disk=disk)
         self.told: dict[int, list[Progress]] = {}
 
     def job(self, prompt: list[int], tokens: int, depth: str = "full", **more: Any) -> Job:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from topograd.serve import anthropic, openai_responses
 from topograd.serve.guard import ROUTES
 from topograd.serve.openapi import document, schema
 from topograd.serve.request_schema import CHAT, COMPLETION
@@ -27,18 +28,22 @@ SCHEMA = schemathesis.openapi.from_dict(document())
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 def test_answers_are_as_documented(case: Any, running: Running) -> None:
     if isinstance(case.body, dict):  # short texts, so that the tests end
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(case.body.get(name), int):
                 case.body[name] %= 3
-        if "messages" in case.body:
+        if "messages" in case.body and not case.path.endswith("count_tokens"):
             case.body.setdefault("max_tokens", 2)
+        if "input" in case.body and case.path.endswith("responses"):
+            case.body.setdefault("max_output_tokens", 2)
         if isinstance(case.body.get("n"), int):
             case.body["n"] = min(case.body["n"], 2)
     answer = case.call(base_url=running.address())
     case.validate_response(answer, checks=[schemathesis.checks.not_a_server_error])
     assert answer.status_code in {200, 400, 404, 405, 429}
     if answer.status_code != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        theirs = case.path.startswith("/v1/messages")
+        fields = {"message", "type"} if theirs else {"message", "type", "param", "code"}
+        assert set(answer.json()["error"]) == fields
 
 
 def test_it_names_every_route() -> None:
@@ -49,7 +54,9 @@ def test_it_names_every_route() -> None:
 
 def _broken(dice: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
     """A request with something wrong in it: a method, an address, a header, a body that was damaged."""
-    good = {"prompt": "def ", "max_tokens": 1, "temperature": 0, "stop": ["x"], "stream": dice.random() < 0.2}
+    good: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "stream": dice.random() < 0.2}
+    chat = {"messages": [{"role": "user", "content": "def "}]}
+    good |= dice.choice([{"prompt": "def ", "stop": ["x"]}, {"prompt": "def "}, chat])
     values: list[Any] = [
         None,
         -1,
@@ -66,13 +73,14 @@ def _broken(dice: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
         [None],
     ]
     for _ in range(dice.randint(1, 3)):
-        names = [*COMPLETION, *CHAT, "x" * 50]
+        names = [*COMPLETION, *CHAT, *anthropic.FIELDS, *openai_responses.FIELDS, "x" * 50]
         good[dice.choice(names)] = dice.choice(values)
     body = bytearray(json.dumps(good).encode())
     for _ in range(dice.choice([0, 0, 1, 3])):
         body[dice.randrange(len(body))] = dice.randrange(256)
     body = body[: dice.randrange(len(body) + 1)] if dice.random() < 0.2 else body
     texts = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/candidates"] * 6
+    texts += ["/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/messages/count_tokens"] * 2
     path = dice.choice([*texts, *ROUTES, "/v1/../etc/passwd", "/%00", "/v1/models/x"])
     headers = dice.choice(
         [{}, {}, {"content-type": "text/plain"}, {"origin": "x"}, {"authorization": "Bearer \xff"}]

@@ -128,6 +128,48 @@ def test_sliders_change_the_depth_and_the_honest_line(started: Browser) -> None:
     started.ask("document.querySelector('#compare').click()")
 
 
+CHOOSE = (
+    "(v => {{ const s = document.querySelector('#form'); s.value = v; "
+    "s.dispatchEvent(new Event('change')) }})('{}')"
+)
+
+
+def test_json_and_tools(started: Browser) -> None:
+    """A schema gives JSON that fits, a tool a call of it, a broken schema one line."""
+    assert started.ask("document.querySelector('#schema').hidden")
+    started.ask(CHOOSE.format("json"))
+    assert not started.ask("document.querySelector('#schema').hidden")
+    started.ask("document.querySelector('#tokens').value = 60")
+    started.click("#run")
+    started.wait("document.querySelector('#stop').disabled && columns[0].result.textContent != ''")
+    for column in (0, 1):
+        made = started.ask(f"JSON.parse(columns[{column}].result.textContent)")
+        assert set(made) == {"name", "size"}
+        assert 1 <= made["size"] <= 99
+    started.ask(CHOOSE.format("tool"))
+    started.click("#run")
+    started.wait("document.querySelector('#stop').disabled && columns[1].result.textContent.endsWith(')')")
+    assert started.ask("columns[0].result.textContent").startswith('add({"a": ')
+    started.ask("document.querySelector('#schema').value = '{'")
+    started.click("#run")
+    started.wait("columns[0].problem.textContent.startsWith('this is no JSON')")
+    started.ask(CHOOSE.format("text"))
+    started.click("#run")
+    started.wait(DONE)
+
+
+def test_embeddings_by_depth_are_drawn(started: Browser) -> None:
+    started.click("#embed")
+    started.wait("document.querySelectorAll('#plot polyline').length == 3")
+    words = started.ask("document.querySelector('#plot-words').textContent")
+    assert "1 and 2: " in words
+    points = started.ask("document.querySelector('#plot polyline').getAttribute('points').split(' ').length")
+    assert points == 4, "one for each exit"
+    started.ask("document.querySelector('#texts').value = 'one'")
+    started.click("#embed")
+    started.wait("document.querySelector('#embed-problem').textContent != ''")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_screens_and_both_schemes(started: Browser, scheme: str) -> None:
     started.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

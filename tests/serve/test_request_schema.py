@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topograd.serve import anthropic, openai_responses
 from topograd.serve.request_schema import CANDIDATES, CHAT, COMPLETION, TOKENIZE, RequestError, fault, read
 
 GOOD: list[dict[str, Any]] = [
@@ -52,8 +53,8 @@ BAD: list[dict[str, Any]] = [
 ]
 UNSUPPORTED: list[tuple[Any, dict[str, Any]]] = [
     (COMPLETION, {"suffix": "x"}),
-    (CHAT, {"tools": [{"type": "function"}]}),
-    (CHAT, {"tool_choice": "required"}),
+    (openai_responses.FIELDS, {"previous_response_id": "resp_1"}),
+    (anthropic.FIELDS, {"thinking": {"type": "enabled"}}),
 ]
 
 
@@ -81,8 +82,8 @@ def test_a_value_that_does_not_fit_is_named(body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("fields", "body"), UNSUPPORTED)
 def test_what_only_openai_has_is_not_supported_here(fields: Any, body: dict[str, Any]) -> None:
-    messages = {"messages": [{"role": "user", "content": "a"}]} if fields is CHAT else {}
-    error = problem(fields, messages | body)
+    enough = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "input": "a"}
+    error = problem(fields, {name: enough[name] for name in enough if name in fields} | body)
     assert ([error.param], error.code) == ([*body], "unsupported_parameter")
     assert error.message.startswith(f"not supported here: {error.param}; ")
 

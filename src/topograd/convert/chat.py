@@ -78,9 +78,10 @@ class Renderer:
         template: str,
         messages: Sequence[Mapping[str, Any]],
         special_tokens: Mapping[str, str] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """As `render_chat`, ready for the assistant's answer; for one thread at a time."""
-        given = {"documents": None, "tools": None, **(special_tokens or {})}
+        given = {"documents": None, "tools": tools, **(special_tokens or {})}
         request = _request(template, [{**given, "messages": messages, "add_generation_prompt": True}])
         process, self._next = self._next or _start(), None
         try:

@@ -168,6 +168,47 @@ class Cache:
             buffer.copy(old, place, len(sequence), slots)
         self._leave(old)
 
+    def computed(self, sequence: Sequence, stage: int, start: int, stop: int) -> dict[str, Tensor]:
+        """What a stage has computed of some positions, as it lies in the cache: views, by their names.
+
+        Only where states can be cut anywhere (`StageCache.cuts_anywhere`).
+        """
+        slots = self._table.slots[sequence.place.room]
+        found = {
+            f"{name}.{i}": buffer
+            for i, kv in enumerate(self.stages[stage].slots)
+            if kv is not None
+            for name, buffer in (("keys", kv.keys), ("values", kv.values))
+        }
+        ports = self.plan.stages[stage].outputs
+        sent = {f"sent.{i}": self.outputs[port] for i, port in enumerate(ports) if port in self.outputs}
+        own = {"output": self.outputs[stage]} if stage in self.outputs else {}
+        found |= {name: buffer for name, buffer in sent.items() if buffer is not own.get("output")} | own
+        return {name: each.positions(sequence.place, start, stop, slots) for name, each in found.items()}
+
+    def restore(self, sequence: Sequence, stage: int, start: int, tensors: abc.Mapping[str, Tensor]) -> None:
+        """Give a stage what it has computed before (`computed`) of the positions behind its watermark.
+
+        The tokens of these positions were pushed. StackError where the tensors are not such ones.
+        """
+        stop = start + len(tensors.get("output", ()))
+        known = self.computed(sequence, stage, start, stop)
+        ports = {f"sent.{i}": port for i, port in enumerate(self.plan.stages[stage].outputs)}
+        fits = all(
+            name in tensors and (tensors[name].shape, tensors[name].dtype) == (each.shape, each.dtype)
+            for name, each in known.items()
+        )
+        if not fits or sequence.marks[stage] != start or not start < stop <= len(sequence):
+            raise StackError(f"these are no states of stage {stage + 1}", setting="tensors")
+        for name, key in ({"output": stage} | ports).items():
+            if name in tensors:
+                self._buffer(key, tuple(tensors[name].shape[1:]), tensors[name].dtype)
+            else:
+                self.outputs.setdefault(key, self.outputs[stage])
+        for name, each in self.computed(sequence, stage, start, stop).items():
+            each.copy_(tensors[name])
+        sequence.marks[stage] = stop
+
     def _buffers(self) -> list[SlotBuffer]:
         """Each once: a stage that sends its output as it is shares the buffer with its port."""
         return list({id(buffer): buffer for buffer in self.outputs.values()}.values())

@@ -5,6 +5,7 @@ r"""Grammars: texts that may be written and no others, by llguidance (extra `ser
     Grammar.lark('start: ...')      a grammar as Lark has them, in llguidance's dialect
     Grammar.regex("[a-z]+")         a regular expression, which the whole text matches
     Grammar.choice(["yes", "no"])   one of some texts
+    Grammar.calls("start: ...")     calls of tools: Lark around JSON schemas (`convert/tool_calls.py`)
 
 A grammar is compiled for a tokenizer (`GrammarCompiler`), and a text goes through it as tokens (`Matcher`):
 which may come next (a mask over the vocabulary), how many drafted ones fit, whether the text is complete.
@@ -61,7 +62,7 @@ SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 class Grammar:
     """What a text must be."""
 
-    kind: Literal["json_schema", "lark", "regex"]
+    kind: Literal["json_schema", "lark", "regex", "calls"]
     text: str
 
     def __post_init__(self) -> None:
@@ -105,6 +106,11 @@ class Grammar:
     def regex(cls, text: str) -> Grammar:
         """What a regular expression matches, as a whole."""
         return cls("regex", text)
+
+    @classmethod
+    def calls(cls, text: str) -> Grammar:
+        """What a grammar derives whose rules are our own, and whose schemas are given ones."""
+        return cls("calls", text)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
@@ -167,7 +173,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._made: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._made: OrderedDict[tuple[str, Grammar], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     @cached_property
@@ -176,21 +182,26 @@ class GrammarCompiler:
         own = _Vocabulary(self.tokenizer)
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(own), eos_token=own.eos_token_ids)
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The grammar, ready for texts; ConfigError where it is none, or too large."""
+    def compile(self, grammar: Grammar, tenant: str = "") -> CompiledGrammar:
+        """The grammar, ready for texts; ConfigError where it is none, or too large.
+
+        What was compiled for one tenant is not kept for another, who could tell by the time it takes.
+        """
+        key = tenant, grammar
         with self._lock:  # one at a time: what they need together is bounded too
-            if grammar not in self._made:
-                self._made[grammar] = _in_large_stack(lambda: self._compile(grammar))
+            if key not in self._made:
+                self._made[key] = _in_large_stack(lambda: self._compile(grammar))
                 while len(self._made) > COMPILED:
                     self._made.popitem(last=False)
-            self._made.move_to_end(grammar)
-            return self._made[grammar]
+            self._made.move_to_end(key)
+            return self._made[key]
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         matcher = _llguidance().LLMatcher
         sources: dict[str, Callable[[], str]] = {
             "json_schema": lambda: matcher.grammar_from_json_schema(grammar.text, overrides=SPACES),
             "lark": lambda: matcher.grammar_from_lark(grammar.text),
+            "calls": lambda: matcher.grammar_from_lark(grammar.text),
             "regex": lambda: matcher.grammar_from_regex(grammar.text),
         }
         limits = _llguidance().LLParserLimits(**LIMITS, verbose_errors=False)

@@ -19,7 +19,7 @@ the text alone.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError
@@ -35,9 +35,16 @@ class TextStream:
     """Everything that was released."""
     stopped: bool
     """Whether a stop string came; then no more text does."""
+    stop: str | None = None
+    """The stop string that came."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: str | Sequence[str] = ()) -> None:
-        """`stops` is one stop string, or several."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: str | Sequence[str] = (),
+        shown: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """`stops` is one stop string, or several; `shown` are special tokens that become text."""
         stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(stops, Sequence) or len(stops) > MAX_STOPS:
             raise ConfigError(setting="stop", given=stops, allowed=f"a text, or at most {MAX_STOPS} of them")
@@ -47,6 +54,7 @@ class TextStream:
                 raise ConfigError(setting="stop", given=stop, allowed=allowed)
         self.text = ""
         self.stopped = False
+        self._shown = shown or {}
         self._pieces = tokenizer.pieces
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=1)
@@ -56,7 +64,7 @@ class TextStream:
     def feed(self, token: int) -> str:
         """Take a token; the text that can be shown now, after all that was shown before."""
         piece = self._pieces[token] if token < len(self._pieces) else b""  # a head may have more rows
-        return self._take(self._decoder.decode(piece), last=False)
+        return self._take(self._decoder.decode(self._shown.get(token, piece)), last=False)
 
     def finish(self) -> str:
         """What was held back, for when no token follows; nothing after a stop."""
@@ -66,9 +74,9 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        self.stopped = bool(starts)
-        cut = min(starts, default=len(text) if last else self._safe(text))
+        found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        cut, self.stop = min(found, default=(len(text) if last else self._safe(text), None))
         released, self._held = text[:cut], text[cut:]
         self.text += released
         return released

@@ -163,6 +163,10 @@ class SlotBuffer:
             new.narrow(dim, 0, length).copy_(old[source.slot].narrow(dim, 0, length))
         new.narrow(dim, length, target.room - length).zero_()
 
+    def positions(self, place: Place, start: int, stop: int, slots: int) -> Tensor:
+        """Some positions of a sequence (*lead, stop - start, *tail), as they lie there."""
+        return self.at(place.room, slots)[place.slot].narrow(len(self.lead), start, stop - start)
+
     def grow(self, old: int, new: int) -> None:
         """Make a room larger, for all sequences in it."""
         buffer = self.rooms.pop(old, None)

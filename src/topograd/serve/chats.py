@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from topograd.convert.chat import Renderer
+from topograd.convert.tool_calls import describe, for_template
 from topograd.errors import CheckpointError, ConfigError
 from topograd.serve.request_schema import RequestError
 from topograd.serve.texts import ServedModel
@@ -32,21 +33,27 @@ class Chats:
         rendered = self.template is not None or served.specialists is not None
         self._renderer = Renderer() if rendered else None
 
-    def prompt(
-        self, messages: Sequence[Mapping[str, Any]], vocabulary: Vocabulary | None = None
-    ) -> list[int]:
-        """The tokens of a conversation up to the assistant's turn; not on the event loop.
+    def template_of(self, vocabulary: Vocabulary | None) -> str | None:
+        """The template of a conversation; `vocabulary` is that of the active specialists."""
+        return self.template if vocabulary is None else template_of(vocabulary)
 
-        `vocabulary` is that of the active specialists.
-        """
-        plain = [{**message, "content": _text(message.get("content"))} for message in messages]
-        template = self.template if vocabulary is None else template_of(vocabulary)
-        if template is None or self._renderer is None:
-            return self.served.encode("\n\n".join(message["content"] for message in plain))
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        vocabulary: Vocabulary | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation up to the assistant's turn; not on the event loop."""
+        template = self.template_of(vocabulary)
         tokenizer = self.served.tokenizer
         try:
+            plain = for_template([{**each, "content": _text(each.get("content"))} for each in messages])
+            if template is None or "tools" not in template:
+                plain, tools = describe(plain, tools, template is None), None
+            if template is None or self._renderer is None:
+                return self.served.encode("\n\n".join(message["content"] for message in plain))
             with self._lock:
-                text = self._renderer.render(template, plain, special_tokens=tokenizer.special_tokens)
+                text = self._renderer.render(template, plain, tokenizer.special_tokens, tools)
         except (ConfigError, CheckpointError) as error:
             raise RequestError(str(error), "messages") from None
         encode = self.served.encode_bare if vocabulary is None else vocabulary.encode_chat

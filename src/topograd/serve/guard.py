@@ -12,6 +12,7 @@ An internal error becomes an error in OpenAI's format, without a path or a trace
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -29,8 +30,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health", "/favicon.ico")
 """Routes without a token: the page itself, which has a field for it, and the health check."""
 ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/v1/embeddings",
-    "/tokenize", "/detokenize", "/tokenizer_info", "/metrics", "/openapi.json", "/health", "/",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/tokenize", "/detokenize",
+    "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
+    "/tokenizer_info", "/metrics", "/openapi.json", "/health", "/",
 )  # fmt: skip
 
 
@@ -38,7 +40,9 @@ class Guard:
     """Wraps an application."""
 
     def __init__(self, app: App, counters: Counters, token: str | None, body: int) -> None:
-        self.app, self.counters, self.token, self.body = app, counters, token, body
+        """`token` is one, or several with commas between: each is a tenant of its own."""
+        self.app, self.counters, self.body = app, counters, body
+        self.tokens = [part.strip() for part in (token or "").split(",") if part.strip()]
         self.stopping = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -60,13 +64,14 @@ class Guard:
         refused = self._refusal(scope, headers)
         try:
             if refused is not None:
-                await send_error(watched, *refused)
+                await send_error(watched, *refused, path=scope["path"])
             else:
                 await self.app(scope, receive, watched)
         except Exception as error:
             self.counters.failed(error)
             if not status:
-                await send_error(watched, 500, "the server failed; the reason is in its log")
+                message = "the server failed; the reason is in its log"
+                await send_error(watched, 500, message, path=scope["path"])
         finally:
             path = scope["path"] if scope["path"] in ROUTES else "other"
             self.counters.request(path, status or 499)
@@ -77,7 +82,7 @@ class Guard:
             return 400, "the request has two Host headers"
         if self.stopping and scope["path"] != "/health":
             return 503, "the server is stopping; try again later"
-        if self.token is None and not local(headers.get("host", "")):
+        if not self.tokens and not local(headers.get("host", "")):
             return 403, "this server can be used under names of its own machine only, such as localhost"
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != headers.get("host"):
@@ -85,12 +90,13 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > self.body:
             return 413, f"the body has {length[:20]} bytes; at most {self.body} are allowed"
-        if self.token is not None and scope["path"] not in OPEN:
-            given = headers.get("authorization", "")
-            kind, _, token = given.partition(" ")
-            good = hmac.compare_digest(token.strip().encode(), self.token.encode())
-            if kind.lower() != "bearer" or not good:
+        if self.tokens and scope["path"] not in OPEN:
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            token = given.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+            known = [hmac.compare_digest(token.encode(), each.encode()) for each in self.tokens]
+            if not any(known):
                 return 401, "the token is missing or wrong; send it as Authorization: Bearer TOKEN"
+            scope["tenant"] = hashlib.sha256(token.encode()).hexdigest()
         return None
 
 
@@ -117,11 +123,9 @@ def local(host: str) -> bool:
         return False
 
 
-async def send_error(
-    send: Send, status: int, message: str, param: str | None = None, code: str | None = None
-) -> None:
-    """Send an error in OpenAI's format."""
-    body = json.dumps(error_body(message, status, param, code)).encode()
+async def send_error(send: Send, status: int, message: str, path: str = "") -> None:
+    """Send an error in the format of a path's API."""
+    body = json.dumps(error_body(message, status, path=path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 429:
         headers.append((b"retry-after", b"1"))

@@ -100,6 +100,8 @@ class Job:
     """Embed the prompt, and write nothing."""
     specialists: tuple[tuple[str, float], ...] = ()
     """Names of specialists and their weights."""
+    tenant: str = ""
+    """Whose it is: what was computed for one is not reused for another."""
     number: int = field(default_factory=_numbers.__next__)
     timings: Timings = field(default_factory=Timings)
     cancelled: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from topograd.serve import anthropic, openai_responses
 from topograd.serve.request_schema import (
     CANDIDATES,
     CHAT,
@@ -33,6 +34,19 @@ ERROR = {
         }
     },
 }
+THEIR_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+"""As Anthropic has it."""
 REFUSALS = {
     "400": "A field is wrong or not supported.",
     "401": "The token is missing or wrong.",
@@ -58,7 +72,7 @@ def document() -> dict[str, Any]:
             "title": "topograd",
             "version": version("topograd"),
             "description": (
-                "OpenAI's completions and chat API with a decode strategy for each request (`depth`). As "
+                "OpenAI's and Anthropic's interfaces with a decode strategy for each request (`depth`). As "
                 "there, the default temperature is 1; 0 is greedy."
             ),
         },
@@ -81,6 +95,31 @@ def document() -> dict[str, Any]:
             },
             "/v1/completions": {"post": _post("Continue a text.", COMPLETION, texts, streams=True)},
             "/v1/chat/completions": {"post": _post("Continue a conversation.", CHAT, texts, streams=True)},
+            "/v1/responses": {
+                "post": _post(
+                    "Continue a conversation: OpenAI's newer interface.",
+                    openai_responses.FIELDS,
+                    {"output": {"type": "array"}, "usage": {"type": "object"}},
+                    streams=True,
+                )
+            },
+            "/v1/messages": {
+                "post": _post(
+                    "Continue a conversation: Anthropic's interface.",
+                    anthropic.FIELDS,
+                    {"content": {"type": "array"}, "usage": {"type": "object"}},
+                    streams=True,
+                    error=THEIR_ERROR,
+                )
+            },
+            "/v1/messages/count_tokens": {
+                "post": _post(
+                    "The tokens of a conversation.",
+                    anthropic.COUNTED,
+                    {"input_tokens": {"type": "integer"}},
+                    error=THEIR_ERROR,
+                )
+            },
             "/v1/candidates": {
                 "post": _post(
                     "The likeliest tokens of each stage at each position.",
@@ -110,7 +149,11 @@ def _get(summary: str, kind: str, properties: Mapping[str, Any] | None = None) -
 
 
 def _post(
-    summary: str, fields: Mapping[str, Field], properties: Mapping[str, Any], streams: bool = False
+    summary: str,
+    fields: Mapping[str, Field],
+    properties: Mapping[str, Any],
+    streams: bool = False,
+    error: Mapping[str, Any] = ERROR,
 ) -> dict[str, Any]:
     good = _response(_JSON, properties)
     if streams:
@@ -119,7 +162,7 @@ def _post(
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": body},
-        "responses": {"200": good, **_refusals()},
+        "responses": {"200": good, **_refusals(error)},
     }
 
 
@@ -133,9 +176,9 @@ def _response(kind: str, properties: Mapping[str, Any] | None) -> dict[str, Any]
     return {"description": "Done.", "content": {kind: {"schema": whole}}}
 
 
-def _refusals() -> dict[str, Any]:
+def _refusals(error: Mapping[str, Any] = ERROR) -> dict[str, Any]:
     return {
-        status: {"description": words, "content": {_JSON: {"schema": ERROR}}}
+        status: {"description": words, "content": {_JSON: {"schema": error}}}
         for status, words in REFUSALS.items()
     }
 

@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from topograd.convert.tool_calls import NAME
+
 Schema = Mapping[str, Any]
 MAX_TOKENS = 1_000_000
 MAX_TEXT = 8 * 2**20
 MAX_STOPS, MAX_STOP = 16, 200
 MAX_GRAMMAR = 2**16
+MAX_TOOLS = 128
 
 
 class RequestError(Exception):
@@ -180,6 +183,57 @@ COMPLETION = SHARED | {
     "best_of": Field(whole("Not supported: only the value of n.", 1, 128)),
     "suffix": Field({"type": "null", "description": "Not supported."}, only="null"),
 }
+TOOL_NAME = text("The function's name.", 128, minLength=1, pattern=f"^{NAME}$")
+TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "enum": ["function"]},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": TOOL_NAME,
+                "description": text("What it does.", MAX_GRAMMAR),
+                "parameters": SCHEMA,
+                "strict": switch("Ignored: arguments of forced calls always fit."),
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}
+TOOL_CHOICE = one_of(
+    "none, auto, required, or a function by its name.",
+    {"type": "string", "enum": ["none", "auto", "required"]},
+    {
+        "type": "object",
+        "properties": {
+            "type": {"type": "string", "enum": ["function"]},
+            "function": {
+                "type": "object",
+                "properties": {"name": TOOL_NAME},
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["type", "function"],
+        "additionalProperties": False,
+    },
+)
+TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "id": text("An id.", 200),
+        "type": {"type": "string", "enum": ["function"]},
+        "function": {
+            "type": "object",
+            "properties": {"name": TOOL_NAME, "arguments": text("JSON.")},
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
 MESSAGE = {
     "type": "object",
     "properties": {
@@ -201,6 +255,8 @@ MESSAGE = {
             ),
         ),
         "name": text("Name of the author.", 100),
+        "tool_calls": many(TOOL_CALL, "Calls that the assistant made.", 0, 128),
+        "tool_call_id": text("The call that this is the result of.", 200),
     },
     "required": ["role"],
 }
@@ -211,11 +267,9 @@ CHAT = SHARED | {
     "logprobs": Field(switch("Log-probabilities of the tokens."), False),
     "top_logprobs": Field(whole("With this many alternatives.", 0, 20)),
     "response_format": Field(RESPONSE_FORMAT),
-    "tools": Field({"type": "array", "maxItems": 0, "description": "Not supported."}, only="an empty list"),
-    "tool_choice": Field(
-        {"type": "string", "enum": ["none", "auto"], "description": "Not supported."}, only="none or auto"
-    ),
-    "parallel_tool_calls": Field(switch("Ignored.")),
+    "tools": Field(many(TOOL, "Functions that the model may call.", 0, MAX_TOOLS), ()),
+    "tool_choice": Field(TOOL_CHOICE),
+    "parallel_tool_calls": Field(switch("Whether a text may have several calls."), True),
     "reasoning_effort": Field(text("Ignored.", 100)),
 }
 EMBEDDING = {
@@ -315,6 +369,8 @@ def _text_fault(schema: Schema, value: Any) -> str | None:
         return f"has {len(value)} characters; it must have {least} to {most}"
     if "enum" in schema and value not in schema["enum"]:
         return f"is {_shown(value)}; it must be one of {', '.join(schema['enum'])}"
+    if not re.search(schema.get("pattern", ""), value):
+        return f"is {_shown(value)}; it must be like {schema['pattern']}"
     if any("\ud800" <= character <= "\udfff" for character in value):
         return "has half of a surrogate pair, which is no text; send UTF-8"
     return None

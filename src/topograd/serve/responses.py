@@ -13,35 +13,72 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from topograd.convert.tool_calls import Delta
 from topograd.serve.jobs import Job, Progress, Scored, Written
+from topograd.serve.request_schema import RequestError
 from topograd.serve.texts import ServedModel
+from topograd.serve.tools import Toolbox, call_id
+
+
+@dataclass
+class Call:
+    """A call of a tool, as far as it has come."""
+
+    name: str
+    arguments: str = ""
+    id: str = field(default_factory=call_id)
 
 
 class Choice:
     """One text of a request, as far as it has come."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, tools: Toolbox | None = None) -> None:
         self.job = job
         self.text = ""
+        """Its content."""
+        self.calls: list[Call] = []
+        self.blocks: list[str | Call] = []
+        """Content and calls in their order."""
         self.written: list[Written] = []
         self.prompt: Sequence[Scored | None] = ()
         self.finish: str | None = None
         self.begun = False
         """Whether its first chunk was sent."""
+        self._parser = None if tools is None else tools.parser()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
-    def take(self, progress: Progress) -> str:
-        """Add what is new; the new text."""
+    def take(self, progress: Progress) -> list[Delta]:
+        """Add what is new; the new content and calls."""
         new = "".join(token.text for token in progress.written) + progress.rest
-        self.text += new
         self.written += progress.written
         if progress.prompt is not None:
             self.prompt = progress.prompt
-        self.finish = progress.finish
-        return new
+        if self._parser is None:
+            deltas = [Delta(new)] if new else []
+        else:
+            deltas = self._parser.feed(new, last=progress.finish is not None)
+        for delta in deltas:
+            self._add(delta)
+        ended = progress.finish == "stop" and self.calls
+        self.finish = "tool_calls" if ended else progress.finish
+        return deltas
+
+    def _add(self, delta: Delta) -> None:
+        if delta.call is not None:
+            if delta.name:
+                self.calls.append(Call(delta.name))
+                self.blocks.append(self.calls[-1])
+            self.calls[delta.call].arguments += delta.text
+            return
+        self.text += delta.text
+        if self.blocks and isinstance(self.blocks[-1], str):
+            self.blocks[-1] += delta.text
+        else:
+            self.blocks.append(delta.text)
 
     def offset(self, piece: bytes) -> int:
         """Where the next token begins in the text; in the middle of a character, where that begins."""
@@ -54,10 +91,16 @@ class OpenAIResponse:
     """The response to one request."""
 
     def __init__(
-        self, served: ServedModel, params: Mapping[str, Any], jobs: Sequence[Job], chat: bool
+        self,
+        served: ServedModel,
+        params: Mapping[str, Any],
+        jobs: Sequence[Job],
+        tools: Toolbox | None = None,
+        *,
+        chat: bool,
     ) -> None:
         self.served, self.params, self.chat = served, params, chat
-        self.choices = [Choice(job) for job in jobs]
+        self.choices = [Choice(job, tools) for job in jobs]
         kind = "chat.completion" if chat else "text_completion"
         self.echo = not chat and params["echo"]
         self.scored = bool(params["logprobs"]) if chat else params["logprobs"] is not None
@@ -84,6 +127,12 @@ class OpenAIResponse:
         body: dict[str, Any] = {"index": index, "logprobs": scored, "finish_reason": choice.finish}
         if self.chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.calls:
+                called = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                    for c in choice.calls
+                ]
+                body["message"] |= {"content": text or None, "tool_calls": called}
         else:
             body["text"] = text
         return body | self._stages(choice.written)
@@ -92,11 +141,8 @@ class OpenAIResponse:
         return self.served.decode(choice.job.prompt) if self.echo else ""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens read and written; a prompt counts once however many texts follow it."""
-        prompts = {id(choice.job.prompt): choice.job for choice in self.choices}
-        read = sum(len(job.prompt) for job in prompts.values())
-        made = sum(choice.job.tokens - choice.job.remaining for choice in self.choices)
-        cached = sum(job.timings.cached for job in prompts.values())
+        """Tokens read and written."""
+        read, made, cached = counts(self.choices)
         return {
             "prompt_tokens": read,
             "completion_tokens": made,
@@ -117,21 +163,24 @@ class OpenAIResponse:
                 first["logprobs"] = self._logprobs(choice, (), True) if self.scored else None
                 yield self._chunk(index, first)
                 choice.begun = True
-        new = choice.take(progress)
+        deltas = choice.take(progress)
         if not progress.written and not progress.finish:
             return
         reported = self._reported(progress.written)
         scored = self._logprobs(choice, reported, False) if self.scored else None
         body: dict[str, Any] = {"logprobs": scored, **self._stages(reported)}
-        if new or reported:
-            words = {"delta": {"content": new}} if self.chat else {"text": new}
-            if not self.chat and progress.finish:
-                yield self._chunk(index, {**words, **body}, progress.finish, choice)
-                return
-            yield self._chunk(index, {**words, **body})
+        if not self.chat:
+            if deltas or reported or progress.finish:
+                words = {"text": "".join(delta.text for delta in deltas), **body}
+                yield self._chunk(index, words, choice.finish, choice if progress.finish else None)
+            return
+        if not deltas and reported:
+            deltas = [Delta("")]
+        for delta in deltas:
+            yield self._chunk(index, {"delta": _spelled(delta, choice), **body})
+            body = {"logprobs": None}
         if progress.finish:
-            empty: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            yield self._chunk(index, {**empty, "logprobs": None}, progress.finish, choice)
+            yield self._chunk(index, {"delta": {}, "logprobs": None}, choice.finish, choice)
 
     def _chunk(
         self, index: int, words: Mapping[str, Any], finish: str | None = None, ended: Choice | None = None
@@ -142,6 +191,10 @@ class OpenAIResponse:
         if ended is not None:
             chunk["timings"] = timings([ended.job])
         return f"{self._begins},{_json(chunk)[1:]}\n\n"
+
+    def error(self, error: RequestError) -> str:
+        """An error in the middle of a stream."""
+        return event(error_body(error.message, error.status))
 
     def end(self) -> str:
         """The end of a stream."""
@@ -209,6 +262,24 @@ class OpenAIResponse:
         return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
 
 
+def _spelled(delta: Delta, choice: Choice) -> dict[str, Any]:
+    if delta.call is None:
+        return {"content": delta.text}
+    function: dict[str, Any] = {"arguments": delta.text}
+    if not delta.name:
+        return {"tool_calls": [{"index": delta.call, "function": function}]}
+    begun = {"id": choice.calls[delta.call].id, "type": "function"}
+    return {"tool_calls": [{"index": delta.call, **begun, "function": {"name": delta.name, **function}}]}
+
+
+def counts(choices: Sequence[Choice]) -> tuple[int, int, int]:
+    """Tokens read, written and cached; a prompt counts once however many texts follow it."""
+    prompts = {id(choice.job.prompt): choice.job for choice in choices}
+    read = sum(len(job.prompt) for job in prompts.values())
+    made = sum(choice.job.tokens - choice.job.remaining for choice in choices)
+    return read, made, sum(job.timings.cached for job in prompts.values())
+
+
 def finite(value: float) -> float:
     """A log-probability as JSON: -inf is -9999, as OpenAI has it."""
     return value if math.isfinite(value) else -9999.0
@@ -256,9 +327,16 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def error_body(
-    message: str, status: int, param: str | None = None, code: str | None = None
+    message: str, status: int, param: str | None = None, code: str | None = None, path: str = ""
 ) -> dict[str, Any]:
-    """An error in OpenAI's format."""
+    """An error in OpenAI's format, or in Anthropic's where the path is theirs."""
     kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if path.startswith("/v1/messages"):
+        theirs = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+        other = {"service_unavailable_error": "overloaded_error", "server_error": "api_error"}
+        return {
+            "type": "error",
+            "error": {"type": theirs.get(status, other.get(kind, kind)), "message": message},
+        }
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -36,6 +36,7 @@ from topograd.decode.strategies import DecodeStrategy, FixedDepth
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
 from topograd.runtime.protocol import single_threaded_torch
+from topograd.serve.disk_cache import PromptCache
 from topograd.serve.embeddings import pooled
 from topograd.serve.jobs import Finish, Job, Progress, Scored, Written
 from topograd.serve.metrics import Counters
@@ -77,6 +78,7 @@ class Scheduler:
         limits: Limits,
         counters: Counters,
         specialists: SpecialistPool | None = None,
+        disk: PromptCache | None = None,
     ) -> None:
         self.session, self.engine, self.specialists = session, engine, specialists
         self.limits, self.counters = limits, counters
@@ -87,7 +89,7 @@ class Scheduler:
         self._strategies: OrderedDict[object, DecodeStrategy] = OrderedDict()
         self._pools: dict[int, Pool] = {}
         """By the plan of the sequences; the model's own is always there."""
-        self.base = self._pools[id(engine.plan)] = Pool(engine)
+        self.base = self._pools[id(engine.plan)] = Pool(engine, disk)
 
     @property
     def waiting(self) -> int:
@@ -214,7 +216,7 @@ class Scheduler:
             tag, _, job, strategy = heapq.heappop(self._waiting)
             self._tag = max(self._tag, tag)
             pool, grow = self._pool(strategy)
-            slot, have = pool.take(job.prompt, strategy.prompt_stages, job.sampling, grow)
+            slot, have = pool.take(job.prompt, strategy.prompt_stages, job.sampling, grow, job.tenant)
             job.prompt_pos = job.timings.cached = have
             job.timings.admitted = time.perf_counter()
             self.counters.admitted(len(job.prompt), have)
@@ -223,7 +225,8 @@ class Scheduler:
     def _follows(self, job: Job, strategy: DecodeStrategy) -> bool:
         """Whether a text had better wait, because one that begins like it is being read."""
         for active in self.active:
-            if active.unread > self.limits.chunk and active.strategy.engine.plan is strategy.engine.plan:
+            same = active.strategy.engine.plan is strategy.engine.plan and active.job.tenant == job.tenant
+            if same and active.unread > self.limits.chunk:
                 theirs = active.job.prompt
                 most = min(len(theirs), len(job.prompt))
                 common = next((i for i in range(most) if theirs[i] != job.prompt[i]), most)
@@ -405,6 +408,7 @@ class Scheduler:
         if job.timings.first is None:
             job.timings.first, job.timings.at_first = time.perf_counter(), len(written)
             self.counters.first(job.timings.first - job.timings.received)
+            active.pool.keep(active.slot, len(job.prompt), active.strategy.prompt_stages)
         self.counters.written(len(written))
         if finish is None:
             job.on_progress(Progress(tuple(written)))

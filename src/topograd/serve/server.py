@@ -1,7 +1,8 @@
 """A server's life: a socket, a model, a loop, and an end that lets running requests finish.
 
 The first SIGINT or SIGTERM stops taking requests and gives running ones `grace` seconds; a second one ends at
-once. Nothing is written to disk, so a server that is killed loses what was in flight and nothing else.
+once. Nothing but the prompt cache is written to disk, whole file by whole file, so a server that is killed
+loses what was in flight and nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -20,10 +21,11 @@ from topograd.decode.model import Model
 from topograd.errors import ConfigError
 from topograd.runs.session import open_session
 from topograd.serve.app import Service
+from topograd.serve.disk_cache import PromptCache
 from topograd.serve.guard import Guard
 from topograd.serve.http import BoundedHttp
 from topograd.serve.metrics import Counters
-from topograd.serve.scheduler import Scheduler
+from topograd.serve.models import Models, Opener
 from topograd.serve.settings import Limits
 from topograd.serve.texts import ServedModel
 from topograd.serve.worker import Worker
@@ -72,15 +74,20 @@ def is_loopback(host: str) -> bool:
 
 
 class Running:
-    """A model behind a socket."""
+    """Models behind a socket."""
 
-    def __init__(self, served: ServedModel, sock: socket.socket, token: str | None = None) -> None:
-        self.served, self.sock = served, sock
+    def __init__(
+        self,
+        served: ServedModel,
+        sock: socket.socket,
+        token: str | None = None,
+        openers: Mapping[str, Opener] | None = None,
+        memory: float = float("inf"),
+    ) -> None:
+        self.sock = sock
         self.counters = Counters()
-        model = served.model
-        scheduler = Scheduler(model.session, model.engine, served.limits, self.counters, served.specialists)
-        self.worker = Worker(scheduler)
-        self.service = Service(served, self.worker, self.counters)
+        self.models = Models(served, self.counters, openers, memory)
+        self.service = Service(self.models, self.counters)
         self.guard = Guard(self.service.app(), self.counters, token, served.limits.body)
         config = uvicorn.Config(
             self.guard,
@@ -93,6 +100,16 @@ class Running:
             timeout_graceful_shutdown=max(1, round(served.limits.grace)),
         )
         self.server = _Server(config)
+
+    @property
+    def served(self) -> ServedModel:
+        """The first model."""
+        return self.models.open[self.models.default].served
+
+    @property
+    def worker(self) -> Worker:
+        """The first model's thread."""
+        return self.models.open[self.models.default].worker
 
     def address(self) -> str:
         """Where the server is."""
@@ -120,7 +137,7 @@ class Running:
                 continue
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
                 loop.add_signal_handler(number, stop, number)
-        self.worker.start(loop)
+        self.models.start(loop)
         serving = asyncio.create_task(self.server.serve([self.sock]))
         while not self.server.started and not serving.done():
             await asyncio.sleep(0.005)
@@ -129,8 +146,7 @@ class Running:
         try:
             await serving
         finally:
-            await asyncio.to_thread(self.worker.stop)
-            self.service.chats.close()
+            await asyncio.to_thread(self.models.close)
         return received[0] if received else None
 
 
@@ -141,6 +157,8 @@ def open_served(
     specialists: Sequence[Path] = (),
     runtime: str | None = None,
     weights: str = "float32",
+    prompt_cache: Path | None = None,
+    prompt_cache_bytes: float = 4e9,
 ) -> ServedModel:
     """A run, ready to be served: its model is laid out and has written a token.
 
@@ -156,6 +174,7 @@ def open_served(
         pool = SpecialistPool.open(folder, opened, runtime=runtime, weights=weights)
     session = open_session(folder) if pool is None else pool.attached.base
     model = Model(session, runtime, weights)
-    served = ServedModel(model, limits, name=name or "", specialists=pool)
+    disk = None if prompt_cache is None else PromptCache.of(prompt_cache, prompt_cache_bytes, model)
+    served = ServedModel(model, limits, name=name or "", specialists=pool, disk=disk)
     model.generate([served.tokenizer.separator], 1, depth="full")
     return served

@@ -31,6 +31,10 @@ class Limits:
     grace: float = 10.0
     """How long running requests may take after the server was told to stop."""
 
+    share_prompts: bool = False
+    """Let texts of one token begin with what was computed for another's: faster, and who measures time can
+    tell what others asked."""
+
     def __post_init__(self) -> None:
         for name in ("rows", "waiting", "chunk", "body", "choices"):
             if getattr(self, name) < 1:

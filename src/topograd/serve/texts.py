@@ -28,9 +28,11 @@ from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
+from topograd.serve.disk_cache import PromptCache
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.request_schema import RequestError
 from topograd.serve.settings import Limits
+from topograd.serve.tools import Toolbox
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.tokens import Vocabulary
 
@@ -59,6 +61,7 @@ class ServedModel:
     default_depth: str = "full"
     name: str = ""
     specialists: SpecialistPool | None = None
+    disk: PromptCache | None = None
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -173,6 +176,8 @@ class ServedModel:
         prompts: Sequence[list[int]],
         tokens: int | None,
         on_progress: OnProgress,
+        tools: Toolbox | None = None,
+        tenant: str = "",
     ) -> list[Job]:
         """The texts of a request: n for each prompt."""
         count = params["n"]
@@ -183,7 +188,7 @@ class ServedModel:
                 "n",
             )
         active = self.active(params)
-        depth, grammar = self.depth(params), self.grammar(params)
+        depth, grammar = self.depth(params), self.grammar(params, tools, tenant)
         stops = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"])
         seed = secrets.randbelow(2**63) if params["seed"] is None else params["seed"] % 2**63
         deadline = time.perf_counter() + self.limits.seconds
@@ -197,11 +202,12 @@ class ServedModel:
                     tokens=room,
                     depth=depth,
                     sampling=self._sampling(params, (seed + k) % 2**63, grammar),
-                    stream=TextStream(self.tokenizer, stops),
+                    stream=TextStream(self.tokenizer, stops, None if tools is None else tools.shown),
                     on_progress=on_progress(i * count + k),
                     specialists=active,
                     stop_ids=stop_ids,
                     deadline=deadline,
+                    tenant=tenant,
                 )
                 made.append(job)
         return made
@@ -223,23 +229,27 @@ class ServedModel:
             )
         return tuple(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
-    def grammar(self, params: Mapping[str, Any]) -> CompiledGrammar | None:
-        """What the text must be, by `grammar` or `response_format`; it takes a while where it is new."""
+    def grammar(
+        self, params: Mapping[str, Any], tools: Toolbox | None = None, tenant: str = ""
+    ) -> CompiledGrammar | None:
+        """What the text must be, by `grammar`, `response_format` or a forced call; where it is new, it takes
+        a while."""
         wanted = params.get("response_format") or {"type": "text"}
-        field = "grammar" if params["grammar"] else "response_format"
-        if params["grammar"] and wanted["type"] != "text":
-            raise RequestError("grammar and response_format are both given; give one", "grammar")
+        forced = tools is not None and bool(tools.forced)
+        field = "grammar" if params["grammar"] else "tools" if forced else "response_format"
+        if params["grammar"] and (wanted["type"] != "text" or forced):
+            raise RequestError("grammar is given beside response_format or a forced call", "grammar")
         try:
             if params["grammar"]:
                 ((kind, what),) = params["grammar"].items()
-                made = getattr(Grammar, kind)(what)
-            elif wanted["type"] == "text":
-                return None
-            elif wanted["type"] == "json_object":
-                made = Grammar.json_object()
+                made: Grammar | None = getattr(Grammar, kind)(what)
             else:
-                made = Grammar.json_schema((wanted.get("json_schema") or {}).get("schema") or {})
-            return self.model.grammars.compile(made)
+                schema = _schema(wanted)
+                if tools is not None:
+                    made = tools.grammar(schema)
+                else:
+                    made = None if schema is None else Grammar.json_schema(schema)
+            return None if made is None else self.model.grammars.compile(made, tenant)
         except ConfigError as error:
             raise RequestError(str(error), field) from None
 
@@ -265,6 +275,13 @@ class ServedModel:
             )
         except TopogradError as error:
             raise RequestError(str(error)) from None
+
+
+def _schema(wanted: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema of a `response_format`; None of plain text."""
+    if wanted["type"] == "json_schema":
+        return (wanted.get("json_schema") or {}).get("schema") or {}
+    return {"type": "object"} if wanted["type"] == "json_object" else None
 
 
 def model_name(folder: Path) -> str:
