@@ -115,7 +115,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "edges": {
         "tiny": Size(0.2, 4, 8, 2),
         "small": Size(20, 400, 48, 3),
-        "long": Size(90, 1600, 48, 5),
+        "long": Size(40, 1600, 48, 5),
     },
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {
