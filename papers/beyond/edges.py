@@ -53,7 +53,7 @@ CORE = (BACKPROP, CUT, THIN[4], LATE, BOTH, WHOLE)
 """These come first, and with the preset long they are all."""
 TUNED = (BACKPROP, CUT, THIN[4], LATE)
 LIKE = {WHOLE: BACKPROP, THIN[8]: THIN[4], THIN[3]: THIN[4], BOTH: LATE}
-"""Arms that take the rate of another one, which differs from them least; those that are not here take late's."""
+"""Arms that take the rate of another one, from which they differ least; others take that of late."""
 RATES = (0.01, 0.005, 0.02)
 """Of Muon, in the order in which they are tried."""
 WIDEST = (0.001, 0.1)

@@ -1,5 +1,6 @@
 """`bench pipeline` on a tiny model: every way is measured, table and JSON have what they promise."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from pipeline_settings import PipelineSettings
 from pipeline_ways import pipeline_table
 from raising import refused
 from topograd.errors import ConfigError
+from topograd.exec.thin import packed_shape
 
 TINY: dict[str, Any] = {"width": 16, "vocab": 17, "context": 8, "batch": 1, "microbatches": 2, "rounds": 1}
 
@@ -27,8 +29,16 @@ def test_every_way_is_measured(launch: Any, monkeypatch: pytest.MonkeyPatch) -> 
     backprop = {results["bytes"][name] for name in pipeline.BACKPROP}
     assert backprop == {2 * message + 2 * embeddings}
     assert all(seconds > 0 for seconds in results["parts"].values())
-    assert set(results["simulated"]) == {"staged", "gpipe", "1f1b", "data"}
-    assert pipeline_table(results).row_count == 10
+    assert set(results["simulated"]) == {"staged", "gpipe", "1f1b", "data", *pipeline.CROSSING}
+    assert pipeline_table(results).row_count == 16
+    assert results["thin"] == results["ways"]["thin"]
+    assert results["late"] == results["ways"]["late"]
+    assert results["thin_late"] == results["ways"]["thin-late"]
+    by_way = results["bytes"]
+    thinner = message - 2 * math.prod(packed_shape((8, 16), pipeline.BITS))
+    assert by_way["whole"] == by_way["late"] == by_way["staged"] + message
+    assert by_way["thin"] == by_way["thin-late"] == by_way["whole"] - thinner
+    assert by_way["thin-late-int8"] < by_way["thin-late"]
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

@@ -211,7 +211,7 @@ class _Kept(torch.autograd.Function):
         return kept.view_as(kept)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
 
 

@@ -233,7 +233,8 @@ class OpenStep:
         gradients = {output: batch.gradients.pop(output, None) for output in planned.outputs}
         if planned.stage.frozen:  # it was halted since
             return
-        stage, inputs = self.held.pop(planned.index, None) or self._ran_again(planned, received)
+        live = planned.index in self.held
+        stage, inputs = self.held.pop(planned.index) if live else self._ran_again(planned, received)
         for output, gradient in gradients.items():
             stage.sent[output].gradient = gradient
         transport = self.graph.transport
