@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline.py --out FOLDER
 
-Runs `bench pipeline` on loopback with 2 and with 4 ranks, then with links of 10, 100 and 1000 Mbit/s (root,
-for network namespaces), writes each result as JSON and the throughput against the bandwidth as a figure.
-About five minutes on two cores.
+Runs `bench pipeline` on loopback with 2 and with 4 ranks, then with links of 10, 100 and 1000 Mbit/s and of
+1 to 50 ms (root, for network namespaces), writes each result as JSON and the throughput against the bandwidth
+as a figure. About ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ SETTINGS = {
     "wire-10": PipelineSettings(mbit=10.0, rounds=2),
     "wire-100": PipelineSettings(mbit=100.0, rounds=2),
     "wire-1000": PipelineSettings(mbit=1000.0, rounds=2),
+    "far-1": PipelineSettings(mbit=100.0, latency=1.0, rounds=2),
+    "far-10": PipelineSettings(mbit=100.0, latency=10.0, rounds=2),
+    "far-50": PipelineSettings(mbit=100.0, latency=50.0, rounds=2),
 }
-WAYS = ("staged", "staged-int8", "free", "free-int8", "1f1b", "gpipe", "torch-1f1b", "data")
+WAYS = ("staged", "free-int8", "thin-late", "thin-late-int8", "late", "1f1b", "torch-1f1b", "data")
 
 
 def main() -> None:
@@ -42,7 +45,7 @@ def main() -> None:
             print(f"{name}: {error}")
             continue
         (asked.out / f"{name}.json").write_text(json.dumps(found, indent=1))
-        if found["settings"]["mbit"] is not None:
+        if found["settings"]["mbit"] is not None and found["settings"]["latency"] is None:
             slow.append(found)
         for way, row in found["ways"].items():
             spread, said = row["spread"], found["simulated"].get(way)
