@@ -48,9 +48,12 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         PipelineSettings(layers=3)
     with refused(ConfigError, setting="ranks", given=1):
         PipelineSettings(ranks=1)
+    with pytest.raises(ConfigError, match="--latency is 5 without a bandwidth"):
+        PipelineSettings(latency=5.0)
 
 
 def test_without_the_right_to_shape_links_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="--mbit needs the command ip"):
-        pipeline.bench_pipeline(PipelineSettings(**TINY, mbit=10.0))
+    for latency in (None, 5.0):
+        with pytest.raises(ConfigError, match="--mbit needs the command ip"):
+            pipeline.bench_pipeline(PipelineSettings(**TINY, mbit=10.0, latency=latency))

@@ -170,7 +170,7 @@ class LateQueue:
 
     def load(self, tensors: Mapping[str, Tensor], stages: Collection[int], device: torch.device) -> None:
         """Restore what `tensors` gave: in one of several processes, what belongs to its `stages`."""
-        self.batches = {}
+        self.batches, self._live = {}, {}
         own = {name: t.to(device) for name, t in sorted(tensors.items()) if name.startswith("late/")}
         for name, scale in own.items():
             if name.endswith("/scale"):
