@@ -16,9 +16,9 @@ Arms, each with stages of two layers unless it says otherwise:
     thin 4, late    both
     ... no exits    one loss, at the end; late by layer: six stages of one layer, up to five steps late
 
-Muon's rate is the best on a seed that judges nothing, from `RATES`, for the arms of `TUNED`; where the best is
-at an end of those, the next rate beyond is tried too, until the best lies between two others. The other arms
-take backprop's or, if they are late, that of late. All other rates are those of every run.
+Muon's rate is the best on a seed that judges nothing, from `RATES`, for the arms of `TUNED`; where the best
+is at an end of those, the next rate beyond is tried too, until the best lies between two others. The other
+arms take backprop's or, if they are late, that of late. All other rates are those of every run.
 
 The claims below were set before the first run, after a first look with one to four seeds and rates that were
 not tuned (late costs about 1 %, four bits 0.5 %, the cut 3 to 5).
