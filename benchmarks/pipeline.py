@@ -18,17 +18,21 @@ from pipeline_ways import bench_pipeline
 from scaling import wire_figure
 from topograd.errors import ConfigError
 
+WAYS = (
+    *("staged", "staged-int8", "whole", "thin", "late", "thin-late", "thin-late-int8"),
+    *("1f1b", "torch-gpipe", "torch-1f1b"),
+)
+"""Those that are measured on slow links."""
 SETTINGS = {
     "loopback": PipelineSettings(),
     "four-ranks": PipelineSettings(ranks=4, rounds=3),
-    "wire-10": PipelineSettings(mbit=10.0, rounds=2),
-    "wire-100": PipelineSettings(mbit=100.0, rounds=2),
-    "wire-1000": PipelineSettings(mbit=1000.0, rounds=2),
-    "far-1": PipelineSettings(mbit=100.0, latency=1.0, rounds=2),
-    "far-10": PipelineSettings(mbit=100.0, latency=10.0, rounds=2),
-    "far-50": PipelineSettings(mbit=100.0, latency=50.0, rounds=2),
+    "wire-10": PipelineSettings(mbit=10.0, rounds=2, ways=WAYS),
+    "wire-100": PipelineSettings(mbit=100.0, rounds=3, ways=WAYS),
+    "wire-1000": PipelineSettings(mbit=1000.0, rounds=3, ways=WAYS),
+    "far-1": PipelineSettings(mbit=100.0, latency=1.0, rounds=2, ways=WAYS),
+    "far-10": PipelineSettings(mbit=100.0, latency=10.0, rounds=2, ways=WAYS),
+    "far-50": PipelineSettings(mbit=100.0, latency=50.0, rounds=2, ways=WAYS),
 }
-WAYS = ("staged", "free-int8", "thin-late", "thin-late-int8", "late", "1f1b", "torch-1f1b", "data")
 
 
 def main() -> None:

@@ -35,6 +35,8 @@ class PipelineSettings:
     """Bandwidth of the wire in Mbit/s, each way; needs root, for network namespaces of its own."""
     latency: float | None = None
     """Milliseconds that a message takes beside its bytes, each way; needs --mbit."""
+    ways: tuple[str, ...] = ()
+    """Only these ways, at least one of them backprop; by default all."""
     timeout: float = 120.0
     """Seconds that one rank waits for another."""
 

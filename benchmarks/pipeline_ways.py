@@ -42,6 +42,8 @@ BACKPROP = ("gpipe", "1f1b", "torch-gpipe", "torch-1f1b")
 STAGED = ("staged", "staged-bf16", "staged-int8", "free", "free-int8")
 CROSSING = ("whole", "thin", "thin-int8", "late", "thin-late", "thin-late-int8")
 """Stages between which gradient passes, at once or late, as it is or in few bits."""
+MAIN = {"staged": "staged", "thin": "thin", "late": "late", "thin_late": "thin-late"}
+"""What stands beside `backprop`, with the names of the ways."""
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 SWITCH = Path(__file__).with_name("slow_links.py")
 _LIMIT = 600.0
@@ -50,19 +52,22 @@ _LIMIT = 600.0
 
 def bench_pipeline(settings: PipelineSettings) -> dict[str, Any]:
     """Throughput, bubbles and bytes of every way."""
+    known = (*STAGED, *CROSSING, *BACKPROP, "data")
+    strange = [name for name in settings.ways if name not in known]
+    if strange or (settings.ways and not set(BACKPROP).intersection(settings.ways)):
+        given = strange[0] if strange else ", ".join(settings.ways)
+        raise ConfigError(f"--ways has {given}; choose from {', '.join(known)}, one of them backprop's")
     with _places(settings) as places:
         found = _run(settings, places)
     rounds = found.pop("parts")
     seconds = {name: row["seconds"] for name, row in found.items()}
-    backprop = min(BACKPROP, key=lambda name: Spread.of(seconds[name]).median)
+    plain = [name for name in BACKPROP if name in seconds]
+    backprop = min(plain, key=lambda name: Spread.of(seconds[name]).median)
     ways = {name: _row(name, seconds, found) for name in found if name != "single"}
     return {
         "settings": asdict(settings),
-        "staged": ways["staged"],
         "backprop": ways[backprop] | {"schedule": backprop},
-        "thin": ways["thin"],
-        "late": ways["late"],
-        "thin_late": ways["thin-late"],
+        **{key: ways[name] for key, name in MAIN.items() if name in ways},
         "bytes": {name: row["bytes"] for name, row in found.items() if name != "single"},
         "ways": ways,
         "single_seconds": Spread.of(seconds["single"]).as_dict(),
@@ -71,6 +76,7 @@ def bench_pipeline(settings: PipelineSettings) -> dict[str, Any]:
             f"{name} over {peer}": ratio(seconds, peer, name).as_dict()
             for name in (*STAGED, *CROSSING)
             for peer in (*BACKPROP, "data")
+            if name in seconds and peer in seconds
         },
         "closed_forms": {
             "staged": staged_bubble(settings.ranks, 2 * settings.microbatches),
@@ -99,7 +105,7 @@ def _simulated(
 ) -> dict[str, Any]:
     """What the simulator says of the same ranks, from each round's parts, beside what that round measured."""
     rows = {}
-    for name in SIMULATED:
+    for name in (name for name in SIMULATED if name in seconds):
         works = [work_of(settings, parts, name) for parts in rounds]
         method = name.removesuffix("-int8")
         said = [simulate_step(method, settings.ranks, work).seconds for work in works]
@@ -297,7 +303,8 @@ def pipeline_table(results: Mapping[str, Any]) -> Table:
         )
     ratios = results["ratios"]
     shown = ("staged", "free-int8", "thin", "late", "thin-late", "thin-late-int8")
-    gains = (f"{name} {number(ratios[f'{name} over 1f1b']['median'], 2)}" for name in shown)
+    pairs = ((name, ratios.get(f"{name} over 1f1b")) for name in shown)
+    gains = (f"{name} {number(found['median'], 2)}" for name, found in pairs if found is not None)
     table.caption = f"throughput over 1F1B: {', '.join(gains)}; over one: goal {results['goals']['single']}"
     return table
 

@@ -214,26 +214,28 @@ class DataParallel:
 def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
     """Every way in turns, and the parts of a stage with them; what rank 0 returns is of all ranks."""
     torch.set_num_threads(1)
-    ways: dict[str, Callable[[], Reading]] = {
-        "staged": Staged(settings, ranks),
-        "staged-bf16": Staged(settings, ranks, "bf16"),
-        "staged-int8": Staged(settings, ranks, "int8"),
-        "free": Staged(settings, ranks, free=True),
-        "free-int8": Staged(settings, ranks, "int8", free=True),
-        "whole": Staged(settings, ranks, gradient=Gradient()),
-        "thin": Staged(settings, ranks, gradient=Gradient(bits=BITS)),
-        "thin-int8": Staged(settings, ranks, "int8", gradient=Gradient(bits=BITS)),
-        "late": Staged(settings, ranks, gradient=Gradient(delay=1)),
-        "thin-late": Staged(settings, ranks, gradient=Gradient(1, BITS)),
-        "thin-late-int8": Staged(settings, ranks, "int8", gradient=Gradient(1, BITS)),
-        "gpipe": Backprop(settings, ranks, "gpipe"),
-        "1f1b": Backprop(settings, ranks, "1f1b"),
-        "torch-gpipe": Backprop(settings, ranks, "gpipe", TorchPipeline),
-        "torch-1f1b": Backprop(settings, ranks, "1f1b", TorchPipeline),
-        "data": DataParallel(settings, ranks),
-        "single": Single(settings, ranks),
-        "parts": StageParts(settings, ranks),
+    known: dict[str, Callable[[], Callable[[], Reading]]] = {
+        "staged": lambda: Staged(settings, ranks),
+        "staged-bf16": lambda: Staged(settings, ranks, "bf16"),
+        "staged-int8": lambda: Staged(settings, ranks, "int8"),
+        "free": lambda: Staged(settings, ranks, free=True),
+        "free-int8": lambda: Staged(settings, ranks, "int8", free=True),
+        "whole": lambda: Staged(settings, ranks, gradient=Gradient()),
+        "thin": lambda: Staged(settings, ranks, gradient=Gradient(bits=BITS)),
+        "thin-int8": lambda: Staged(settings, ranks, "int8", gradient=Gradient(bits=BITS)),
+        "late": lambda: Staged(settings, ranks, gradient=Gradient(delay=1)),
+        "thin-late": lambda: Staged(settings, ranks, gradient=Gradient(1, BITS)),
+        "thin-late-int8": lambda: Staged(settings, ranks, "int8", gradient=Gradient(1, BITS)),
+        "gpipe": lambda: Backprop(settings, ranks, "gpipe"),
+        "1f1b": lambda: Backprop(settings, ranks, "1f1b"),
+        "torch-gpipe": lambda: Backprop(settings, ranks, "gpipe", TorchPipeline),
+        "torch-1f1b": lambda: Backprop(settings, ranks, "1f1b", TorchPipeline),
+        "data": lambda: DataParallel(settings, ranks),
+        "single": lambda: Single(settings, ranks),
+        "parts": lambda: StageParts(settings, ranks),
     }
+    wanted = settings.ways or tuple(known)
+    ways = {name: make() for name, make in known.items() if name in (*wanted, "single", "parts")}
     names = list(ways)
     readings: dict[str, list[Reading]] = {name: [] for name in names}
     for name in names:  # not counted: shapes are announced, and every late stage has something to learn from

@@ -50,6 +50,9 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         PipelineSettings(ranks=1)
     with pytest.raises(ConfigError, match="--latency is 5 without a bandwidth"):
         PipelineSettings(latency=5.0)
+    for ways in (("thin", "magic"), ("thin", "late")):
+        with pytest.raises(ConfigError, match=f"--ways has .*{ways[1]}; choose from staged"):
+            pipeline.bench_pipeline(PipelineSettings(ways=ways))
 
 
 def test_without_the_right_to_shape_links_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
