@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline.py --out FOLDER
 
-Runs `bench pipeline` on loopback with 2 and with 4 ranks, then with links of 10, 100 and 1000 Mbit/s (root,
-for network namespaces), writes each result as JSON and the throughput against the bandwidth as a figure.
-About five minutes on two cores.
+Runs `bench pipeline` on loopback with 2 and with 4 ranks, then with links of 10, 100 and 1000 Mbit/s and of
+1 to 50 ms (root, for network namespaces), writes each result as JSON and the throughput against the bandwidth
+as a figure. About ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from pipeline_ways import bench_pipeline
 from scaling import wire_figure
 from topograd.errors import ConfigError
 
+WAYS = (
+    *("staged", "staged-int8", "whole", "thin", "late", "thin-late", "thin-late-int8"),
+    *("1f1b", "torch-gpipe", "torch-1f1b"),
+)
+"""Those that are measured on slow links."""
 SETTINGS = {
     "loopback": PipelineSettings(),
     "four-ranks": PipelineSettings(ranks=4, rounds=3),
-    "wire-10": PipelineSettings(mbit=10.0, rounds=2),
-    "wire-100": PipelineSettings(mbit=100.0, rounds=2),
-    "wire-1000": PipelineSettings(mbit=1000.0, rounds=2),
+    "wire-10": PipelineSettings(mbit=10.0, rounds=2, ways=WAYS),
+    "wire-100": PipelineSettings(mbit=100.0, rounds=3, ways=WAYS),
+    "wire-1000": PipelineSettings(mbit=1000.0, rounds=3, ways=WAYS),
+    "far-1": PipelineSettings(mbit=100.0, latency=1.0, rounds=2, ways=WAYS),
+    "far-10": PipelineSettings(mbit=100.0, latency=10.0, rounds=2, ways=WAYS),
+    "far-50": PipelineSettings(mbit=100.0, latency=50.0, rounds=2, ways=WAYS),
 }
-WAYS = ("staged", "staged-int8", "free", "free-int8", "1f1b", "gpipe", "torch-1f1b", "data")
 
 
 def main() -> None:
@@ -42,7 +49,7 @@ def main() -> None:
             print(f"{name}: {error}")
             continue
         (asked.out / f"{name}.json").write_text(json.dumps(found, indent=1))
-        if found["settings"]["mbit"] is not None:
+        if found["settings"]["mbit"] is not None and found["settings"]["latency"] is None:
             slow.append(found)
         for way, row in found["ways"].items():
             spread, said = row["spread"], found["simulated"].get(way)

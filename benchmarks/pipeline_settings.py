@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from topograd.errors import ConfigError
 from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers, check_total
 
+BITS = 4
+"""Of a thin gradient."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
@@ -30,13 +33,19 @@ class PipelineSettings:
     """Steps of each way, in turns."""
     mbit: float | None = None
     """Bandwidth of the wire in Mbit/s, each way; needs root, for network namespaces of its own."""
+    latency: float | None = None
+    """Milliseconds that a message takes beside its bytes, each way; needs --mbit."""
+    ways: tuple[str, ...] = ()
+    """Only these ways, at least one of them backprop; by default all."""
     timeout: float = 120.0
     """Seconds that one rank waits for another."""
 
     def __post_init__(self) -> None:
         check_numbers(self, ranks=(2, 64), layers=DEPTH, width=SIZE, vocab=(2, SIZE[1]), context=SIZE)
         check_numbers(self, batch=SIZE, microbatches=REPEATS, rounds=REPEATS, mbit=(0.1, 1e6))
-        check_numbers(self, timeout=(1, 86_400))
+        check_numbers(self, timeout=(1, 86_400), latency=(0, 10_000))
+        if self.latency is not None and self.mbit is None:
+            raise ConfigError(f"--latency is {self.latency:g} without a bandwidth; give --mbit too")
         if self.layers % self.ranks:
             raise ConfigError(
                 f"{self.layers} layers cannot be dealt evenly to {self.ranks} ranks; give a multiple"

@@ -5,13 +5,15 @@
 
 The ranks are processes of this machine with one thread each (`pipeline_worker.py`), and every way takes turns
 in the same processes. With `mbit`, each rank lives in a network namespace of its own, and the links between
-them are shaped by the kernel's token bucket (`tc ... tbf`), each way by itself. That needs root; nothing
-outside these namespaces is touched, and they are removed at the end.
+them are shaped by the kernel's token bucket (`tc ... tbf`), each way by itself; with `latency` too, by a
+switch in user space (`slow_links.py`). That needs root; nothing outside these namespaces is touched, and they
+are removed at the end.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -26,41 +28,55 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from pipeline_settings import PipelineSettings
+from pipeline_settings import BITS, PipelineSettings
 from simulator import Machine, Times, Work, simulate_step
 from topograd.cli.console import DASH, Json, note, number, out, print_json
 from topograd.errors import ConfigError, ParallelError
+from topograd.exec.thin import packed_shape
 from topograd.timing import Spread, ratio
 from topograd.topology.pipeline import backprop_bubble, staged_bubble
 
 GOALS = {"single": 1.7, "backprop": 1.15, "backprop_at_10_mbit": 3.0}
 BACKPROP = ("gpipe", "1f1b", "torch-gpipe", "torch-1f1b")
 """Backprop over a pipeline: two schedules of our own, and torch's."""
+STAGED = ("staged", "staged-bf16", "staged-int8", "free", "free-int8")
+CROSSING = ("whole", "thin", "thin-int8", "late", "thin-late", "thin-late-int8")
+"""Stages between which gradient passes, at once or late, as it is or in few bits."""
+MAIN = {"staged": "staged", "thin": "thin", "late": "late", "thin_late": "thin-late"}
+"""What stands beside `backprop`, with the names of the ways."""
 WORKER = Path(__file__).with_name("pipeline_worker.py")
+SWITCH = Path(__file__).with_name("slow_links.py")
 _LIMIT = 600.0
 """Seconds after which the ranks are ended."""
 
 
 def bench_pipeline(settings: PipelineSettings) -> dict[str, Any]:
     """Throughput, bubbles and bytes of every way."""
+    known = (*STAGED, *CROSSING, *BACKPROP, "data")
+    strange = [name for name in settings.ways if name not in known]
+    if strange or (settings.ways and not set(BACKPROP).intersection(settings.ways)):
+        given = strange[0] if strange else ", ".join(settings.ways)
+        raise ConfigError(f"--ways has {given}; choose from {', '.join(known)}, one of them backprop's")
     with _places(settings) as places:
         found = _run(settings, places)
     rounds = found.pop("parts")
     seconds = {name: row["seconds"] for name, row in found.items()}
-    backprop = min(BACKPROP, key=lambda name: Spread.of(seconds[name]).median)
+    plain = [name for name in BACKPROP if name in seconds]
+    backprop = min(plain, key=lambda name: Spread.of(seconds[name]).median)
     ways = {name: _row(name, seconds, found) for name in found if name != "single"}
     return {
         "settings": asdict(settings),
-        "staged": ways["staged"],
         "backprop": ways[backprop] | {"schedule": backprop},
+        **{key: ways[name] for key, name in MAIN.items() if name in ways},
         "bytes": {name: row["bytes"] for name, row in found.items() if name != "single"},
         "ways": ways,
         "single_seconds": Spread.of(seconds["single"]).as_dict(),
         "parts": {name: Spread.of([row[name] for row in rounds]).median for name in rounds[0]},
         "ratios": {
             f"{name} over {peer}": ratio(seconds, peer, name).as_dict()
-            for name in ("staged", "staged-bf16", "staged-int8", "free", "free-int8")
+            for name in (*STAGED, *CROSSING)
             for peer in (*BACKPROP, "data")
+            if name in seconds and peer in seconds
         },
         "closed_forms": {
             "staged": staged_bubble(settings.ranks, 2 * settings.microbatches),
@@ -89,9 +105,10 @@ def _simulated(
 ) -> dict[str, Any]:
     """What the simulator says of the same ranks, from each round's parts, beside what that round measured."""
     rows = {}
-    for name in ("staged", "gpipe", "1f1b", "data"):
-        works = [work_of(settings, parts, held=name == "gpipe") for parts in rounds]
-        said = [simulate_step(name, settings.ranks, work).seconds for work in works]
+    for name in (name for name in SIMULATED if name in seconds):
+        works = [work_of(settings, parts, name) for parts in rounds]
+        method = name.removesuffix("-int8")
+        said = [simulate_step(method, settings.ranks, work).seconds for work in works]
         off = ratio({"said": said, "measured": seconds[name]}, "said", "measured")
         rows[name] = {
             "seconds": Spread.of(said).median,
@@ -101,16 +118,25 @@ def _simulated(
     return rows
 
 
-def work_of(settings: PipelineSettings, parts: dict[str, float], held: bool = False) -> Work:
-    """What was measured, as the simulator takes it; `held` for a schedule that holds all M graphs."""
+SIMULATED = ("staged", "gpipe", "1f1b", "data", *CROSSING)
+"""The ways that the simulator knows."""
+
+
+def work_of(settings: PipelineSettings, parts: dict[str, float], way: str = "staged") -> Work:
+    """What was measured, as the simulator takes it; GPipe holds all M graphs, and late stages do."""
+    held = way == "gpipe" or "late" in way
     shared = 3 * settings.vocab * settings.width * 4.0
     stage = settings.layers // settings.ranks * 12 * settings.width**2 * 4.0
-    message = 4.0 * settings.batch * settings.context * settings.width
+    positions = settings.batch * settings.context
+    message = 4.0 * positions * settings.width
+    forward = positions * (4.0 + settings.width) if way.endswith("int8") else message
+    thin = float(math.prod(packed_shape((positions, settings.width), BITS)))
     on_wire = max(parts["message"] - parts["latency"], 1e-9)
     mbit = min(max(8e-6 * message / on_wire, 1e-6), 1e12)
     return Work(
         microbatches=settings.microbatches,
-        message=message,
+        message=forward,
+        thin=thin,
         shared=shared,
         stage=stage,
         times=Times(
@@ -119,6 +145,8 @@ def work_of(settings: PipelineSettings, parts: dict[str, float], held: bool = Fa
             head=parts["head"],
             embed=parts["embed"],
             optimizer=parts["optimizer"],
+            rounding=parts["rounding"],
+            copies=parts["copies"],
         ),
         machine=Machine(mbit=settings.mbit or mbit, latency=parts["latency"], cores=os.cpu_count() or 1),
     )
@@ -183,36 +211,60 @@ def _places(settings: PipelineSettings) -> Iterator[list[list[str]]]:
     tag = secrets.token_hex(2)
     spaces = [f"topograd-{tag}-{rank}" for rank in range(settings.ranks)]
     hub = f"topograd-{tag}-hub"
+    links = _bridged(settings, spaces, hub) if settings.latency is None else _switched(settings, spaces)
     try:
-        _ip("netns", "add", hub)
-        _ip("-n", hub, "link", "add", "hub", "type", "bridge")
-        _ip("-n", hub, "link", "set", "hub", "up")
-        for rank, space in enumerate(spaces):
-            _ip("netns", "add", space)
-            _ip(
-                "link",
-                "add",
-                f"rank{rank}",
-                "netns",
-                space,
-                "type",
-                "veth",
-                "peer",
-                f"port{rank}",
-                "netns",
-                hub,
-            )
-            _ip("-n", hub, "link", "set", f"port{rank}", "master", "hub", "up")
-            _ip("-n", space, "addr", "add", f"{_address(rank)}/16", "dev", f"rank{rank}")
-            _ip("-n", space, "link", "set", f"rank{rank}", "up")
-            _ip("-n", space, "link", "set", "lo", "up")
-            shape = ("tbf", "rate", f"{settings.mbit}mbit", "burst", "32kb", "latency", "500ms")
-            _command("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", f"rank{rank}", "root", *shape)
-        yield [["ip", "netns", "exec", space] for space in spaces]
+        with links:
+            yield [["ip", "netns", "exec", space] for space in spaces]
     finally:
         for space in (*spaces, hub):
             with suppress(OSError):
                 subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+@contextmanager
+def _switched(settings: PipelineSettings, spaces: list[str]) -> Iterator[None]:
+    """Links with a latency: devices of a process that hands frames over in time."""
+    for space in spaces:
+        _ip("netns", "add", space)
+    words = [sys.executable, str(SWITCH), str(settings.mbit), str(settings.latency), *spaces]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as switch:
+        assert switch.stdout is not None
+        assert switch.stderr is not None
+        try:
+            if switch.stdout.readline().strip() != "ready":
+                last = (switch.stderr.read().strip().splitlines() or ["no reason given"])[-1]
+                remedy = "run it as root, or leave it out"
+                raise ConfigError(f"--latency cannot make a link here ({last}); {remedy}")
+            for rank, space in enumerate(spaces):
+                _up(space, rank)
+            yield
+        finally:
+            switch.kill()
+
+
+def _up(space: str, rank: int) -> None:
+    """Give a rank's device its address."""
+    _ip("-n", space, "addr", "add", f"{_address(rank)}/16", "dev", f"rank{rank}")
+    _ip("-n", space, "link", "set", f"rank{rank}", "up")
+    _ip("-n", space, "link", "set", "lo", "up")
+
+
+@contextmanager
+def _bridged(settings: PipelineSettings, spaces: list[str], hub: str) -> Iterator[None]:
+    """Links of a bandwidth: pairs of the kernel's devices on one bridge."""
+    _ip("netns", "add", hub)
+    _ip("-n", hub, "link", "add", "hub", "type", "bridge")
+    _ip("-n", hub, "link", "set", "hub", "up")
+    for rank, space in enumerate(spaces):
+        _ip("netns", "add", space)
+        pair = ("link", "add", f"rank{rank}", "netns", space, "type", "veth")
+        _ip(*pair, "peer", f"port{rank}", "netns", hub)
+        _ip("-n", hub, "link", "set", f"port{rank}", "master", "hub", "up")
+        _up(space, rank)
+        shape = ("tbf", "rate", f"{settings.mbit}mbit", "burst", "32kb", "latency", "500ms")
+        _command("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", f"rank{rank}", "root", *shape)
+    yield
 
 
 def _ip(*words: str) -> None:
@@ -233,6 +285,7 @@ def pipeline_table(results: Mapping[str, Any]) -> Table:
     """Every way over the ranks: throughput over one process, bubble, bytes, and what the simulator says."""
     settings = results["settings"]
     wire = "loopback" if settings["mbit"] is None else f"{settings['mbit']:g} Mbit/s"
+    wire += "" if settings["latency"] is None else f", {settings['latency']:g} ms"
     title = f"{settings['ranks']} ranks of one thread, {settings['microbatches']} micro-batches, {wire}"
     table = Table(title=title, title_justify="left")
     for column in ("way", "over one", "quartiles", "bubble", "MB a step", "s", "simulated"):
@@ -249,7 +302,9 @@ def pipeline_table(results: Mapping[str, Any]) -> Table:
             DASH if said is None else number(said["seconds"], 2),
         )
     ratios = results["ratios"]
-    gains = (f"{name} {number(ratios[f'{name} over 1f1b']['median'], 2)}" for name in ("staged", "free-int8"))
+    shown = ("staged", "free-int8", "thin", "late", "thin-late", "thin-late-int8")
+    pairs = ((name, ratios.get(f"{name} over 1f1b")) for name in shown)
+    gains = (f"{name} {number(found['median'], 2)}" for name, found in pairs if found is not None)
     table.caption = f"throughput over 1F1B: {', '.join(gains)}; over one: goal {results['goals']['single']}"
     return table
 

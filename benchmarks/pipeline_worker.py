@@ -3,6 +3,9 @@
     single     all stages in rank 0, while the others sleep: the unit of throughput
     staged     a stage a rank, no gradient between them (`parallel/stage_loop.py`), the wire exact, bf16, int8
     free       the same with nothing shared (own heads, no x0): activations alone are on the wire
+    whole      one loss at the end and all gradient between ranks, by the same executor: 1F1B's waiting
+    thin       the same in four bits; late: one step late at every border, so that no rank waits for a
+               gradient; thin-late: both; with int8, activations are rounded too
     gpipe, 1f1b   backprop through the same layers over the same ranks (`plain_schedules.py`)
     torch-gpipe, torch-1f1b   the same by `torch.distributed.pipelining` (`torch_schedules.py`)
     data       data parallel: the whole model by backprop on every rank, gradients added up once a step
@@ -18,7 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -26,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline_settings import PipelineSettings
+from pipeline_settings import BITS, PipelineSettings
 from plain_schedules import BackpropPipeline
 from topograd.exec.objectives import CrossEntropy, stage_loss
+from topograd.exec.thin import packed, unpacked
 from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
@@ -81,15 +85,36 @@ def _topology(settings: PipelineSettings, free: bool) -> Topology:
     return replace(chain, heads="per-stage", own_heads=True) if free else chain
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """What goes back between stages that have one loss, the last one's."""
+
+    delay: int = 0
+    bits: int = 32
+
+    def topology(self, settings: PipelineSettings) -> Topology:
+        """Backprop through stages, with these edges."""
+        chain = Topology.chain(_partition(settings), grad_scale=1.0)
+        *before, last = chain.with_gradient(delay=self.delay, bits=self.bits).stages
+        return replace(chain, stages=(*(replace(stage, weight=0.0) for stage in before), last))
+
+
 class Staged:
     """A step of stages on ranks."""
 
     def __init__(
-        self, settings: PipelineSettings, ranks: Ranks, wire: WireKind = "exact", free: bool = False
+        self,
+        settings: PipelineSettings,
+        ranks: Ranks,
+        wire: WireKind = "exact",
+        free: bool = False,
+        gradient: Gradient | None = None,
     ) -> None:
         ranks = replace(ranks, config=replace(ranks.config, wire=wire))
         stack = _stack(settings, free)
-        self.plan: Plan = prepare(stack, _topology(settings, free))
+        topology = _topology(settings, free) if gradient is None else gradient.topology(settings)
+        self.plan: Plan = prepare(stack, topology)
+        self.steps = 0
         layout = Layout.of(self.plan, settings.ranks, stack=stack)
         keep_own(stack, layout, ranks.place)
         made = make_optimizers(stack, OptimizerConfig(name="adamw"), self.plan)
@@ -99,7 +124,8 @@ class Staged:
     def __call__(self) -> Reading:
         before = (self.ranks.waited, self.loop.transport.sent_bytes + self.loop.exchanged_bytes)
         began = time.perf_counter()
-        self.loop.step(self.plan, self.batches)
+        self.steps += 1
+        self.loop.step(self.plan, self.batches, self.steps)
         seconds = time.perf_counter() - began
         sent = self.loop.transport.sent_bytes + self.loop.exchanged_bytes - before[1]
         waited = self.ranks.waited - before[0]
@@ -188,29 +214,36 @@ class DataParallel:
 def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
     """Every way in turns, and the parts of a stage with them; what rank 0 returns is of all ranks."""
     torch.set_num_threads(1)
-    ways: dict[str, Callable[[], Reading]] = {
-        "staged": Staged(settings, ranks),
-        "staged-bf16": Staged(settings, ranks, "bf16"),
-        "staged-int8": Staged(settings, ranks, "int8"),
-        "free": Staged(settings, ranks, free=True),
-        "free-int8": Staged(settings, ranks, "int8", free=True),
-        "gpipe": Backprop(settings, ranks, "gpipe"),
-        "1f1b": Backprop(settings, ranks, "1f1b"),
-        "torch-gpipe": Backprop(settings, ranks, "gpipe", TorchPipeline),
-        "torch-1f1b": Backprop(settings, ranks, "1f1b", TorchPipeline),
-        "data": DataParallel(settings, ranks),
-        "single": Single(settings, ranks),
-        "parts": StageParts(settings, ranks),
+    known: dict[str, Callable[[], Callable[[], Reading]]] = {
+        "staged": lambda: Staged(settings, ranks),
+        "staged-bf16": lambda: Staged(settings, ranks, "bf16"),
+        "staged-int8": lambda: Staged(settings, ranks, "int8"),
+        "free": lambda: Staged(settings, ranks, free=True),
+        "free-int8": lambda: Staged(settings, ranks, "int8", free=True),
+        "whole": lambda: Staged(settings, ranks, gradient=Gradient()),
+        "thin": lambda: Staged(settings, ranks, gradient=Gradient(bits=BITS)),
+        "thin-int8": lambda: Staged(settings, ranks, "int8", gradient=Gradient(bits=BITS)),
+        "late": lambda: Staged(settings, ranks, gradient=Gradient(delay=1)),
+        "thin-late": lambda: Staged(settings, ranks, gradient=Gradient(1, BITS)),
+        "thin-late-int8": lambda: Staged(settings, ranks, "int8", gradient=Gradient(1, BITS)),
+        "gpipe": lambda: Backprop(settings, ranks, "gpipe"),
+        "1f1b": lambda: Backprop(settings, ranks, "1f1b"),
+        "torch-gpipe": lambda: Backprop(settings, ranks, "gpipe", TorchPipeline),
+        "torch-1f1b": lambda: Backprop(settings, ranks, "1f1b", TorchPipeline),
+        "data": lambda: DataParallel(settings, ranks),
+        "single": lambda: Single(settings, ranks),
+        "parts": lambda: StageParts(settings, ranks),
     }
+    wanted = settings.ways or tuple(known)
+    ways = {name: make() for name, make in known.items() if name in (*wanted, "single", "parts")}
     names = list(ways)
     readings: dict[str, list[Reading]] = {name: [] for name in names}
-    for turn in range(1 + settings.rounds):  # the first is not counted: shapes are announced in it
+    for name in names:  # not counted: shapes are announced, and every late stage has something to learn from
+        for _ in range(settings.ranks if "late" in name else 1):
+            _together(ranks, name, ways[name])
+    for turn in range(settings.rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            ranks.reduce(torch.zeros(1), f"beginning {name}")
-            mine = ways[name]()
-            ranks.reduce(torch.zeros(1), f"ending {name}")
-            if turn:
-                readings[name].append(mine)
+            readings[name].append(_together(ranks, name, ways[name]))
     parts = readings.pop("parts")
     table = _gathered(ranks, [[[r[key] for key in READING] for r in rows] for rows in readings.values()])
     times = _gathered(ranks, [[r[key] for key in StageParts.NAMES] for r in parts])
@@ -219,6 +252,14 @@ def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
     means = times[: min(CORES, settings.ranks)].mean(0)  # (rounds, parts)
     found = {name: _summary(table[:, i]) for i, name in enumerate(readings)}
     return found | {"parts": [dict(zip(StageParts.NAMES, row, strict=True)) for row in means.tolist()]}
+
+
+def _together(ranks: Ranks, name: str, way: Callable[[], Reading]) -> Reading:
+    """One step of a way, which all ranks begin and end together."""
+    ranks.reduce(torch.zeros(1), f"beginning {name}")
+    mine = way()
+    ranks.reduce(torch.zeros(1), f"ending {name}")
+    return mine
 
 
 def _gathered(ranks: Ranks, numbers: Any) -> Tensor:
@@ -246,7 +287,8 @@ class StageParts:
 
     They run on as many ranks as there are cores at once, so that what cores share is in the times. `held` are
     layers where all M graphs are alive, as in GPipe: that takes memory which no earlier micro-batch has given
-    back, and new pages may cost time. A message is sent to and fro by the first two ranks.
+    back, and new pages may cost time. A message is sent to and fro by the first two ranks. `rounding` is to
+    few bits and back, of one message; `copies` are those of a late stage's weights, once a step.
     """
 
     NAMES = (
@@ -259,6 +301,8 @@ class StageParts:
         "held_backward",
         "message",
         "latency",
+        "rounding",
+        "copies",
     )
 
     def __init__(self, settings: PipelineSettings, ranks: Ranks) -> None:
@@ -266,6 +310,7 @@ class StageParts:
         plan = prepare(self.stack, _topology(settings, False))
         self.optimizers = make_optimizers(self.stack, OptimizerConfig(name="adamw"), plan)
         self.batches, self.each = _batches(settings), settings.layers // settings.ranks
+        self.shape = (settings.batch, settings.context, settings.width)
         self.size = settings.batch * settings.context * settings.width
         self.clock: Reading = {}
 
@@ -277,6 +322,10 @@ class StageParts:
                 self._backward(*self._forward(batch, "forward"), "backward")
             self._timed("optimizer", self.optimizers.step)
             self.optimizers.zero_grad()
+            self._timed("copies", lambda: [p.detach().clone() for p in self._own()])
+            gradient = torch.ones(self.shape)
+            for _ in self.batches:
+                self._timed("rounding", lambda: self._rounded(gradient))
             for graph in [self._forward(batch, "held_forward") for batch in self.batches]:
                 self._backward(*graph, "held_backward")
             self.optimizers.zero_grad()
@@ -285,8 +334,15 @@ class StageParts:
             self._timed("message", lambda: self._to_and_fro(self.size))
             self._timed("latency", lambda: self._to_and_fro(1))
         count = len(self.batches)
-        shares = {"optimizer": 1, "message": 2 * count, "latency": 2 * count}
+        shares = {"optimizer": 1, "copies": 1, "message": 2 * count, "latency": 2 * count}
         return {name: t / shares.get(name, count) for name, t in self.clock.items()}
+
+    def _own(self) -> list[Tensor]:
+        layered = {id(p) for layer in self.stack.layers[self.each :] for p in layer.parameters()}
+        return [p for p in self.stack.parameters() if id(p) not in layered]
+
+    def _rounded(self, gradient: Tensor) -> Tensor:
+        return unpacked(packed(gradient, BITS, (0,)), self.shape, gradient.dtype, BITS)
 
     def _timed(self, name: str, run: Callable[[], Any]) -> Any:
         began = time.perf_counter()

@@ -23,10 +23,15 @@ way, L is local."""
 
 
 def shared_span(
-    orders: Sequence[Order], cost: Callable[[int, str], float], cores: int, wire: float, latency: float
+    orders: Sequence[Order],
+    cost: Callable[[int, str], float],
+    cores: int,
+    wires: tuple[float, float],
+    latency: float,
 ) -> float:
-    """Seconds until all tasks are done; `cost(rank, kind)` and the time of a message on a link in seconds."""
-    run = _Run(orders, cost, wire, latency)
+    """Seconds until all tasks are done; `cost(rank, kind)` and the times of a message on a link, forward and
+    back, in seconds."""
+    run = _Run(orders, cost, wires, latency)
     for rank in range(len(orders)):
         run.start(rank)
     while run.running or run.arriving:
@@ -49,9 +54,14 @@ class _Run:
     """Where everything is at one moment."""
 
     def __init__(
-        self, orders: Sequence[Order], cost: Callable[[int, str], float], wire: float, latency: float
+        self,
+        orders: Sequence[Order],
+        cost: Callable[[int, str], float],
+        wires: tuple[float, float],
+        latency: float,
     ) -> None:
-        self.orders, self.cost, self.wire, self.latency = orders, cost, wire, latency
+        self.orders, self.cost, self.latency = orders, cost, latency
+        self.wires = {"F": wires[0], "B": wires[1]}
         self.now = self.work = 0.0
         self.at, self.busy = [0] * len(orders), [False] * len(orders)
         self.running: list[tuple[float, int]] = []
@@ -80,6 +90,6 @@ class _Run:
         self.at[rank] += 1
         peer = rank + {"F": 1, "B": -1, "L": 0}[task[0]]
         if peer != rank and 0 <= peer < len(self.orders):
-            gone = max(self.links.get((rank, peer), 0.0), self.now) + self.wire
+            gone = max(self.links.get((rank, peer), 0.0), self.now) + self.wires[task[0]]
             self.links[rank, peer] = gone
             heappush(self.arriving, (gone + self.latency, peer, task))

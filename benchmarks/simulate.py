@@ -32,6 +32,8 @@ class Simulate:
     """M: micro-batches of a step."""
     message: float = Work.message
     """Bytes of activations of one micro-batch at a boundary."""
+    thin: float = Work.thin
+    """Bytes of their gradient in few bits."""
     shared: float = Work.shared
     """Bytes of parameters that all stages share."""
     stage: float = Work.stage
@@ -53,6 +55,7 @@ class Simulate:
         return Work(
             microbatches=self.microbatches,
             message=self.message,
+            thin=self.thin,
             shared=self.shared,
             stage=self.stage,
             interface_rank=self.interface_rank,

@@ -8,6 +8,10 @@ another, and arrives `latency` later; links carry both directions at once.
     gpipe, 1f1b   every F and B starts when its rank is free and what it needs has arrived (event by event,
                   the order of `topology/pipeline.py`); the head is on the last rank, the embedding's copies
                   are added up at the end
+    whole         1F1B by the executor of stages: the head's gradient is added up with the embedding's
+    thin          the same; gradients come back in few bits, at the cost of rounding them
+    late          gradients come back one step late at every border: F of one micro-batch and B of an earlier
+                  step's in turns, nobody waits for a gradient but at the end of a step; thin-late: both
     staged        F, h, B of one micro-batch at a time; activations travel, shared gradients at the end
     free          the same with nothing shared: steps follow without a flush, so a step takes as long as the
                   slowest of a rank's work and a link's traffic
@@ -42,7 +46,7 @@ from topograd.errors import ConfigError
 from topograd.limits import check_numbers
 from topograd.topology.pipeline import pipeline_order
 
-METHODS = ("gpipe", "1f1b", "staged", "free", "scan", "data")
+METHODS = ("gpipe", "1f1b", "whole", "thin", "late", "thin-late", "staged", "free", "scan", "data")
 _SECONDS = (0.0, 1e9)
 _NUMBER = (0.0, 1e18)
 _MAX_TASKS = 2**23
@@ -65,10 +69,14 @@ class Times:
     """e: the embedding and its backward."""
     optimizer: float = 0.012
     """o: the optimizer's step of a stage, once a step."""
+    rounding: float = 0.004
+    """Of a gradient at a boundary: to few bits, and back."""
+    copies: float = 0.003
+    """Of a late stage's weights, once a step."""
 
     def __post_init__(self) -> None:
         check_numbers(self, forward=(1e-9, _SECONDS[1]), backward=_SECONDS, head=_SECONDS, embed=_SECONDS)
-        check_numbers(self, optimizer=_SECONDS)
+        check_numbers(self, optimizer=_SECONDS, rounding=_SECONDS, copies=_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +119,8 @@ class Work:
     """M."""
     message: float = 524_288.0
     """a: activations of one micro-batch at a boundary."""
+    thin: float = 67_584.0
+    """Their gradient in few bits."""
     shared: float = 1_572_864.0
     """Parameters that all stages share: the embeddings and the head."""
     stage: float = 6_300_000.0
@@ -124,7 +134,7 @@ class Work:
 
     def __post_init__(self) -> None:
         check_numbers(self, microbatches=(1, 10**6), message=_NUMBER, shared=_NUMBER, stage=_NUMBER)
-        check_numbers(self, interface_rank=(1, 10**6), interface_bytes=_NUMBER)
+        check_numbers(self, interface_rank=(1, 10**6), interface_bytes=_NUMBER, thin=_NUMBER)
 
 
 @dataclass(frozen=True)
@@ -195,8 +205,10 @@ def _staged(P: int, work: Work) -> Found:
     return seconds, busy, (P - 1) * M * work.message + _ring_bytes(work.shared, P), 1.0
 
 
-def _links(work: Work) -> tuple[int, float, float]:
-    return work.machine.cores, work.machine.on_wire(work.message), work.machine.latency
+def _links(work: Work, back: float | None = None) -> tuple[int, tuple[float, float], float]:
+    """Cores, seconds of a message forward and of one back, and its latency."""
+    wires = (work.machine.on_wire(size) for size in (work.message, work.message if back is None else back))
+    return work.machine.cores, (next(wires), next(wires)), work.machine.latency
 
 
 def _streamed(P: int, M: int, first: float, local: float, wire: float, latency: float) -> float:
@@ -221,28 +233,71 @@ def _free(P: int, work: Work) -> Found:
     return seconds, P * own, (P - 1) * M * work.message, 1.0
 
 
-def _backprop(name: str, P: int, work: Work) -> Found:
+def _backprop(name: str, P: int, work: Work, thin: bool = False) -> Found:
     t, M = work.times, work.microbatches
-    orders = [pipeline_order(name, p, P, M) for p in range(P)]
+    orders = [pipeline_order("gpipe" if name == "gpipe" else "1f1b", p, P, M) for p in range(P)]
+    rounding = _rounding(P, work) if thin else 0.0
+    back = work.thin if thin else work.message
 
     def cost(p: int, kind: str) -> float:
         if kind == "B":
-            return t.backward
+            return t.backward + rounding
         return t.embed + t.forward + (t.head if p == P - 1 else 0.0)
 
-    end = shared_span(orders, cost, *_links(work)) if _shared(P, work) else _both_ways(orders, cost, work)
-    embedding = 2 / 3 * work.shared  # the head is the last rank's alone
-    seconds = end + work.machine.ring(embedding, P) + _optimizers(P, work)
-    busy = P * (M * (t.embed + t.forward + t.backward) + t.optimizer) + M * t.head
+    links = _links(work, back)
+    end = shared_span(orders, cost, *links) if _shared(P, work) else _both_ways(orders, cost, *links[1:])
+    # in a plain pipeline the head is the last rank's alone
+    shared = work.shared if name == "whole" else 2 / 3 * work.shared
+    seconds = end + work.machine.ring(shared, P) + _optimizers(P, work)
+    busy = P * (M * (t.embed + t.forward + t.backward + rounding) + t.optimizer) + M * t.head
     memory = M if name == "gpipe" else min(P, M)
-    return seconds, busy, 2 * (P - 1) * M * work.message + _ring_bytes(embedding, P), float(memory)
+    return seconds, busy, (P - 1) * M * (work.message + back) + _ring_bytes(shared, P), float(memory)
+
+
+def _rounding(P: int, work: Work) -> float:
+    """Seconds of a rank for each micro-batch, the mean over ranks: each boundary has a gradient to round."""
+    return work.times.rounding * (P - 1) / P
+
+
+def _late(P: int, work: Work, thin: bool = False) -> Found:
+    t, M = work.times, work.microbatches
+    rounding = _rounding(P, work) if thin else 0.0
+    back = work.thin if thin else work.message
+    _, (down, up), latency = _links(work, back)
+    first, local = t.embed + t.forward, t.backward + rounding
+
+    def cost(p: int, kind: str) -> float:
+        return first if kind == "F" else local + (t.head if p == P - 1 else 0.0)
+
+    if _shared(P, work):
+        order = [(kind, i) for i in range(M) for kind in "FL"]
+        end = shared_span([order] * P, cost, work.machine.cores, (down, up), latency) + up + latency
+    else:
+        end, arrived = 0.0, [0.0] * M
+        for p in range(P):
+            free, link, returned, arrived_next = 0.0, 0.0, 0.0, []
+            for i in range(M):
+                spoke = max(free, arrived[i]) + first
+                link = max(link, spoke) + down
+                arrived_next.append(link + latency)
+                free = spoke + cost(p, "L")
+                returned = max(returned, free) + up
+            arrived, end = arrived_next, max(end, free if p == 0 else returned + latency)
+    copies = t.copies if P > 1 else 0.0
+    seconds = copies + end + work.machine.ring(work.shared, P) + _optimizers(P, work)
+    busy = P * (M * (first + local) + t.optimizer) + (P - 1) * copies + M * t.head
+    sent = (P - 1) * M * (work.message + back) + _ring_bytes(work.shared, P)
+    return seconds, busy, sent, float((P - 1) * M + 1)
 
 
 def _both_ways(
-    orders: Sequence[Sequence[tuple[str, int]]], cost: Callable[[int, str], float], work: Work
+    orders: Sequence[Sequence[tuple[str, int]]],
+    cost: Callable[[int, str], float],
+    wires: tuple[float, float],
+    latency: float,
 ) -> float:
     """Every rank goes through its order on its own core; what it needs comes over links both ways."""
-    P, M, wire = len(orders), work.microbatches, work.machine.on_wire(work.message)
+    P, M = len(orders), 1 + max(i for _, i in orders[0])
     forward: list[list[float]] = [[0.0] * M if p == 0 else [math.inf] * M for p in range(P)]
     back: list[list[float]] = [[0.0] * M if p == P - 1 else [math.inf] * M for p in range(P)]
     free, at = [0.0] * P, [0] * P
@@ -259,12 +314,12 @@ def _both_ways(
                 free[p] = max(free[p], ready) + cost(p, kind)
                 at[p] += 1
                 if kind == "F" and p < P - 1:
-                    down[p] = max(down[p], free[p]) + wire
-                    forward[p + 1][i] = down[p] + work.machine.latency
+                    down[p] = max(down[p], free[p]) + wires[0]
+                    forward[p + 1][i] = down[p] + latency
                     again.add(p + 1)
                 if kind == "B" and p > 0:
-                    up[p] = max(up[p], free[p]) + wire
-                    back[p - 1][i] = up[p] + work.machine.latency
+                    up[p] = max(up[p], free[p]) + wires[1]
+                    back[p - 1][i] = up[p] + latency
                     again.add(p - 1)
         waiting = sorted(again)
     return max(free)
@@ -303,6 +358,10 @@ def _ring_bytes(size: float, ranks: int) -> float:
 _METHODS: dict[str, Any] = {
     "gpipe": lambda P, work: _backprop("gpipe", P, work),
     "1f1b": lambda P, work: _backprop("1f1b", P, work),
+    "whole": lambda P, work: _backprop("whole", P, work),
+    "thin": lambda P, work: _backprop("whole", P, work, thin=True),
+    "late": _late,
+    "thin-late": lambda P, work: _late(P, work, thin=True),
     "staged": _staged,
     "free": _free,
     "scan": _scan,

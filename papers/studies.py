@@ -229,6 +229,13 @@ STUDIES: Mapping[str, Study] = {
         "not test).",
         "beyond.adapter_placement",
     ),
+    "edges": Study(
+        "A gradient that is cut, late or thin",
+        "Four bits across every border come within 1 % of backprop, and a gradient that is one step late at "
+        "each of two borders is better than none (the question is ours; Stage-Partitioned Learning, §9, has "
+        "edges that scale a gradient, and none that round or delay it).",
+        "beyond.edges",
+    ),
     "chain-rates": Study(
         "Where a trained chain still shows its rate",
         "A chain that descends toward a singularity shows the exponent of its rate under other activations, "

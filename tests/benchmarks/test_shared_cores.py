@@ -13,7 +13,7 @@ COSTS = {"F": 1.0, "B": 2.0, "L": 2.0}
 
 
 def span(orders: list[list[tuple[str, int]]], cores: int, wire: float = 0.0, latency: float = 0.0) -> float:
-    return shared_span(orders, lambda rank, kind: COSTS[kind], cores, wire, latency)
+    return shared_span(orders, lambda rank, kind: COSTS[kind], cores, (wire, wire), latency)
 
 
 def test_two_ranks_on_one_core_take_turns() -> None:

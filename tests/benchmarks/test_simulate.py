@@ -27,7 +27,7 @@ def test_a_table_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_times_come_from_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = {"embed": 0.25, "forward": 1.0, "backward": 2.0, "head": 0.5, "optimizer": 0.25}
-    parts |= {"message": 0.01, "latency": 0.001}
+    parts |= {"message": 0.01, "latency": 0.001, "rounding": 0.002, "copies": 0.003}
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"settings": {"ranks": 2, "layers": 4}, "parts": parts}))
     assert run(["--ranks", "1", "--bench", str(file), "--microbatches", "2", "--json"]) == 0

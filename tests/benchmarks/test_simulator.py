@@ -27,6 +27,35 @@ def test_on_a_free_wire_bubbles_are_the_textbook_ones(ranks: int) -> None:
     )  # a rank has all the stages
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+def test_gradient_that_is_late_is_waited_for_by_nobody(ranks: int) -> None:
+    P, M = ranks, EVEN.microbatches
+    exact = replace(EVEN, times=replace(UNITS, rounding=0, copies=0))
+    assert simulate_step("whole", P, exact).seconds == simulate_step("1f1b", P, exact).seconds
+    assert simulate_step("late", P, exact).seconds == pytest.approx(3 * M + (P - 1))
+    assert simulate_step("late", P, exact).memory == (P - 1) * M + 1, (
+        "the first rank keeps what is not learned"
+    )
+    priced = replace(EVEN, times=replace(UNITS, rounding=1, copies=5))
+    extra = M * (P - 1) / P
+    assert simulate_step("thin", P, priced).seconds >= simulate_step("whole", P, priced).seconds + extra
+    late = simulate_step("thin-late", P, priced).seconds
+    assert late == pytest.approx(3 * M + (P - 1) + extra + (5 if P > 1 else 0))
+
+
+def test_bits_are_saved_on_the_way_back_alone() -> None:
+    slow = replace(EVEN, message=1e6, thin=125e3, machine=Machine(mbit=0.8, latency=0.0))
+    slow = replace(slow, times=replace(UNITS, rounding=0, copies=0))
+    # ten seconds a message forward, and the last one's gradient comes back
+    assert simulate_step("late", 2, slow).seconds == pytest.approx(1 + 8 * 10 + 3 + 10)
+    assert simulate_step("thin-late", 2, slow).seconds == pytest.approx(1 + 8 * 10 + 3 + 1.25)
+    assert simulate_step("thin", 2, slow).seconds < simulate_step("whole", 2, slow).seconds
+    assert simulate_step("thin", 2, slow).bytes == 8 * (1e6 + 125e3)
+    far = replace(slow, message=0.0, thin=0.0, machine=Machine(mbit=1e12, latency=7.0))
+    assert simulate_step("late", 2, far).seconds == pytest.approx(7 + 1 + 8 * 3 + 7)
+    assert simulate_step("thin", 2, far).seconds > 3 * simulate_step("late", 2, far).seconds / 2
+
+
 def test_a_slow_wire_costs_backprop_both_ways() -> None:
     slow = replace(EVEN, message=1e6, machine=Machine(mbit=0.8, latency=0.0))  # ten seconds a message
     assert simulate_step("staged", 2, slow).seconds == pytest.approx(1 + 8 * 10 + 3)
@@ -36,7 +65,7 @@ def test_a_slow_wire_costs_backprop_both_ways() -> None:
 
 
 def test_one_rank_is_one_rank() -> None:
-    for name in ("gpipe", "1f1b", "staged", "free", "data"):
+    for name in ("gpipe", "1f1b", "whole", "thin-late", "staged", "free", "data"):
         step = simulate_step(name, 1, EVEN)
         assert step.speedup == pytest.approx(1)
         assert step.bytes == 0

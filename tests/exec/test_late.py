@@ -67,8 +67,10 @@ def test_lateness_adds_up_along_the_longest_path() -> None:
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-@pytest.mark.parametrize("count", [1, 2])
-def test_equals_the_list_of_one_graph_gradients(name: str, count: int, tiny: type[Tiny]) -> None:
+@pytest.mark.parametrize(("count", "recompute"), [(1, False), (2, False), (1, True)])
+def test_equals_the_list_of_one_graph_gradients(
+    name: str, count: int, recompute: bool, tiny: type[Tiny]
+) -> None:
     topology = TOPOLOGIES[name]
     slow, fast = tiny.gpt(topology), tiny.gpt(topology)
     oracle = LateTraining(slow, topology, torch.optim.AdamW(slow.parameters(), lr=0.01), seed=5)
@@ -79,7 +81,11 @@ def test_equals_the_list_of_one_graph_gradients(name: str, count: int, tiny: typ
         queue.begin(step)
         for i, (inputs, targets) in enumerate(batches):
             losses = train_step(
-                fast, topology, inputs, targets, scale=1 / count, draw=(5, step, i), late=queue
+                *(fast, topology, inputs, targets),
+                scale=1 / count,
+                draw=(5, step, i),
+                late=queue,
+                recompute=recompute,
             )
             torch.testing.assert_close(losses, expected[i], rtol=1e-10, atol=0, equal_nan=True)
         queue.commit()
@@ -133,12 +139,45 @@ def test_the_queue_keeps_no_more_than_the_lateness(tiny: type[Tiny]) -> None:
     assert not any("layers.1." in n for n in oldest)
 
 
+def test_a_late_stage_runs_forward_once_or_with_recompute_again(tiny: type[Tiny]) -> None:
+    topology, ran = TOPOLOGIES["two-late"], {}
+    for recompute in (False, True):
+        stack, queue = tiny.gpt(topology), LateQueue()
+        calls: list[int] = []
+        stack.layers[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        for step in range(4):
+            queue.begin(step)
+            train_step(stack, topology, *tiny.batch(step), late=queue, recompute=recompute)
+            queue.commit()
+        ran[recompute] = len(calls)
+    assert ran == {False: 4, True: 4 + 2}, "two batches are learned from"
+
+
+def test_a_graph_outlives_steps_of_an_optimizer_and_is_gone_when_used(tiny: type[Tiny]) -> None:
+    topology = TOPOLOGIES["late"]
+    stack, queue = tiny.gpt(topology), LateQueue()
+    for step in range(3):
+        queue.begin(step)
+        train_step(stack, topology, *tiny.batch(step), late=queue)
+        queue.commit()
+        with torch.no_grad():
+            for parameter in stack.parameters():
+                parameter.mul_(1.01)  # in place, as optimizers do
+    held = {key: sorted(live.held) for key, live in queue._live.items()}
+    assert held == {(1, 0): [0], (2, 0): [0, 1]}
+
+
 def test_weights_are_put_back(tiny: type[Tiny]) -> None:
     stack = tiny.gpt()
     before = {name: p.clone() for name, p in stack.named_parameters()}
-    with with_weights(stack, {n: p + 1 for n, p in before.items()}):
-        assert torch.equal(next(stack.parameters()), next(iter(before.values())) + 1)
-    assert all(torch.equal(p, before[name]) for name, p in stack.named_parameters())
+    own, head = dict(stack.named_parameters()), stack.head
+    with with_weights(stack, {n: (p + 1).detach() for n, p in before.items()}):
+        assert torch.equal(head.weight, before["head.weight"] + 1)
+        head.weight.sum().backward()
+    gradient = own["head.weight"].grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.ones_like(gradient)), "a copy's gradient is the parameter's"
+    assert all(p is own[n] and torch.equal(p, before[n]) for n, p in stack.named_parameters())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`bench pipeline` on a tiny model: every way is measured, table and JSON have what they promise."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from pipeline_settings import PipelineSettings
 from pipeline_ways import pipeline_table
 from raising import refused
 from topograd.errors import ConfigError
+from topograd.exec.thin import packed_shape
 
 TINY: dict[str, Any] = {"width": 16, "vocab": 17, "context": 8, "batch": 1, "microbatches": 2, "rounds": 1}
 
@@ -27,8 +29,18 @@ def test_every_way_is_measured(launch: Any, monkeypatch: pytest.MonkeyPatch) -> 
     backprop = {results["bytes"][name] for name in pipeline.BACKPROP}
     assert backprop == {2 * message + 2 * embeddings}
     assert all(seconds > 0 for seconds in results["parts"].values())
-    assert set(results["simulated"]) == {"staged", "gpipe", "1f1b", "data"}
-    assert pipeline_table(results).row_count == 10
+    assert set(results["simulated"]) == {"staged", "gpipe", "1f1b", "data", *pipeline.CROSSING}
+    assert pipeline_table(results).row_count == 16
+    assert results["thin"] == results["ways"]["thin"]
+    assert results["late"] == results["ways"]["late"]
+    assert results["thin_late"] == results["ways"]["thin-late"]
+    by_way = results["bytes"]
+    thinner = message - 2 * math.prod(packed_shape((8, 16), pipeline.BITS))
+    assert by_way["late"] == by_way["staged"] + message
+    assert by_way["whole"] == by_way["late"] - 2 * 4, "one group of stages, whose norm two ranks exchange"
+    assert by_way["thin"] == by_way["whole"] - thinner
+    assert by_way["thin-late"] == by_way["late"] - thinner
+    assert by_way["thin-late-int8"] < by_way["thin-late"]
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -36,9 +48,15 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         PipelineSettings(layers=3)
     with refused(ConfigError, setting="ranks", given=1):
         PipelineSettings(ranks=1)
+    with pytest.raises(ConfigError, match="--latency is 5 without a bandwidth"):
+        PipelineSettings(latency=5.0)
+    for ways in (("thin", "magic"), ("thin", "late")):
+        with pytest.raises(ConfigError, match=f"--ways has .*{ways[1]}; choose from staged"):
+            pipeline.bench_pipeline(PipelineSettings(ways=ways))
 
 
 def test_without_the_right_to_shape_links_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="--mbit needs the command ip"):
-        pipeline.bench_pipeline(PipelineSettings(**TINY, mbit=10.0))
+    for latency in (None, 5.0):
+        with pytest.raises(ConfigError, match="--mbit needs the command ip"):
+            pipeline.bench_pipeline(PipelineSettings(**TINY, mbit=10.0, latency=latency))

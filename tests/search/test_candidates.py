@@ -77,6 +77,19 @@ def test_what_a_candidate_means() -> None:
     assert len(topology.leaves()) == 2
 
 
+def test_how_gradient_crosses_is_an_axis_of_its_own() -> None:
+    choices = {"grad_scale": ("0", "0.5", "1"), "grad_delay": ("0", "1"), "grad_bits": ("32", "4")}
+    space = Space(3, 1, 2, {**choices, "objective": ("cross-entropy", "residual")})
+    built = {c.key: c.topology(TopologyConfig()).build(3) for c in space}
+    assert len(built) == space.size == len(set(built.values()))
+    # one stage; two partitions into two, each without gradient or with two λ and two bits, late or not;
+    # the residual objective has no delay, and on one stage it is the other one
+    assert space.size == 1 + 2 * (1 + 2 * 2 * 2) + 2 * (1 + 2 * 2)
+    late = Candidate(Composition.parse("1,2"), {"grad_scale": "0.5", "grad_delay": "1", "grad_bits": "4"})
+    (edge,) = late.topology(TopologyConfig()).build(3).stages[1].sources
+    assert (edge.grad_scale, edge.delay, edge.grad_bits) == (0.5, 1, 4)
+
+
 def test_a_large_space_is_counted_without_walking_through_it() -> None:
     assert Space(200, 1, None, {"heads": ("shared", "per-stage")}).size == 2**200
     assert Space(60, 2, 5, {"source": ("none", "layer:9")}).size > 10**5

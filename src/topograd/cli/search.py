@@ -195,6 +195,12 @@ class Pareto:
     """How an input bus is joined, to choose from: identity, or one of the relays."""
     decoder: tuple[int, ...] = (0,)
     """Numbers of layers of private decoders to choose from."""
+    grad_scale: tuple[float, ...] = (0.0,)
+    """λ of every boundary to choose from: 0 cuts the gradient, 1 lets all of it through."""
+    grad_delay: tuple[int, ...] = (0,)
+    """Steps after which that gradient arrives, to choose from."""
+    grad_bits: tuple[int, ...] = (32,)
+    """Bits of its numbers to choose from: 32, 16, 8, 4, 3."""
     size: _Size = field(default_factory=Size)
     study: Annotated[ParetoConfig, tyro.conf.arg(name="")] = field(default_factory=ParetoConfig)
     json: Json = False
@@ -222,9 +228,11 @@ class Pareto:
         config = self.config()
         given = {"graph": self.graph, "heads": self.stage_heads, "objective": self.objective}
         given |= {"relay": self.relay, "source": self.source, "join": self.join}
-        given |= {"decoder": tuple(map(str, self.decoder))}
+        for name in ("decoder", "grad_scale", "grad_delay", "grad_bits"):
+            given[name] = tuple(f"{value:g}" for value in getattr(self, name))
         default = {"graph": "chain", "objective": "cross-entropy", "relay": "identity", "source": "none"}
-        default |= {"join": "identity", "decoder": "0"}
+        default |= {"join": "identity", "decoder": "0", "grad_scale": "0", "grad_delay": "0"}
+        default |= {"grad_bits": "32"}
         choices = {name: values for name, values in given.items() if values != (default.get(name),)}
         space = Space(config.model.layers, self.min_depth, self.max_stages, choices)
         for candidate in space.samples():

@@ -2,17 +2,20 @@
 
 Statement. Stage k learns from the batch of step t at step t + τ_k, τ_k = max over the stages j that send it
 gradient of τ_j + delay (`Plan.lateness`). Its gradient is the true one of the weights that ran the batch
-forward. So a stage with τ_k > 0 runs forward without a graph and keeps its input and a copy of its weights;
-at step t + τ_k it runs again with them, forward and backward, with its own loss and the gradient that has
+forward. So a stage with τ_k > 0 runs forward on copies of its weights, because optimizers change weights in
+place; its graph lives until step t + τ_k, when its backward runs, with its own loss and the gradient that has
 come. Its own loss waits for that step too: one backward for each batch. The embedding's backward runs once
 for each batch, when the last stage that sends gradient to x0 has run.
 
+Its input and the copies are kept beside the graph. From those it runs again, forward and backward, with the
+same numbers bit for bit, where the graph is not there: with a step's `recompute`, in a run that was resumed,
+and in a step that is repeated because a stage broke in it.
+
 Symbols: t step of a batch, m its number within the step, τ lateness in steps, age = steps since t.
 
-Cost: one more forward of each late stage. Kept: τ_k inputs of stage k (batch, time, width), of a stage that
-reads the embedding its tokens alone, and τ_k copies of what learns in it, of the head and of the embedding.
-Keeping the graph instead would need the same copies, because optimizers change weights in place, and all
-activations: what is kept here is the smaller in every case.
+Cost: the copies; with `recompute` one more forward of each late stage. Kept: τ_k graphs of stage k, or with
+`recompute` τ_k inputs (batch, time, width), of a stage that reads the embedding its tokens alone; and τ_k
+copies of what learns in it, of the head and of the embedding.
 
 Nothing of a batch is changed in place and a step works on copies of the records, so that a step that fails
 leaves the queue as it was. `tests/oracles/late.py` has the obvious version: a list of one-graph gradients.
@@ -23,9 +26,10 @@ own logits and the targets alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +40,9 @@ from topograd.exec.local_objectives import LocalObjective
 from topograd.exec.objectives import Objective, uses_prior
 from topograd.nn.stack import Stack
 from topograd.topology.plan import EdgeOutput, Plan
+
+if TYPE_CHECKING:
+    from topograd.exec.train_step import OpenStep
 
 CHANGING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 """Layers that compute something else when they run again."""
@@ -72,11 +79,15 @@ class LateQueue:
         self.step = 0
         self._open: dict[tuple[int, int], LateBatch] = {}
         self._copies: dict[str, Tensor] = {}
+        self._live: dict[tuple[int, int], OpenStep] = {}
+        self._held: dict[tuple[int, int], OpenStep] = {}
+        self._used: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
 
     def begin(self, step: int) -> None:
         """Step number `step` begins, or begins again: what was done since the last `commit` is dropped."""
         self.step = step
-        self._copies = {}
+        self._copies, self._used = {}, {}
+        self._held = {}
         self._open = {
             key: replace(batch, received=dict(batch.received), gradients=dict(batch.gradients))
             for key, batch in self.batches.items()
@@ -84,7 +95,18 @@ class LateQueue:
 
     def commit(self) -> None:
         """The step is done."""
-        self.batches, self._copies = self._open, {}
+        self.batches, self._copies, self._used = self._open, {}, {}
+        self._live |= self._held
+
+    def hold(self, batch: LateBatch, live: OpenStep) -> None:
+        """Keep the graphs of a batch, if the step is committed, until they are taken."""
+        if (batch.step, batch.number) in self._open:
+            self._held[batch.step, batch.number] = live
+
+    def take(self, batch: LateBatch, plan: Plan) -> OpenStep | None:
+        """The graphs of a batch, once: a step that is repeated, or that halts a stage, finds none."""
+        live = self._live.pop((batch.step, batch.number), None)
+        return live if live is not None and live.graph.plan == plan else None
 
     def add(self, batch: LateBatch) -> None:
         self._open[batch.step, batch.number] = batch
@@ -103,14 +125,29 @@ class LateQueue:
         if not batch.received and age >= plan.embedding_lateness:
             self._open.pop((batch.step, batch.number), None)
             return
-        names = _used_by(stack, plan, batch.received)
         if age:
-            batch.weights = {name: w for name, w in batch.weights.items() if name in names}
-            return
-        own = {name: p for name, p in stack.named_parameters() if name in names}
+            left = self._used_by(stack, plan, batch.received)
+            batch.weights = {name: w for name, w in batch.weights.items() if name in left}
+        else:
+            batch.weights = self.copies(stack, plan, batch.received)
+
+    def copies(self, stack: Stack, plan: Plan, stages: Iterable[int]) -> dict[str, Tensor]:
+        """The weights of these stages as they are in this step, by name."""
+        own = self._used_by(stack, plan, stages)
         for name in own.keys() - self._copies.keys():
             self._copies[name] = own[name].detach().clone()
-        batch.weights = {name: self._copies[name] for name in own}
+        return {name: self._copies[name] for name in own}
+
+    def _used_by(self, stack: Stack, plan: Plan, stages: Iterable[int]) -> dict[str, nn.Parameter]:
+        """What learns in these stages, and outside of all layers."""
+        key = tuple(sorted(stages))
+        if key not in self._used:
+            layers = {i for k in key for i in plan.stages[k].layers}
+            each = [(i, p) for i, layer in enumerate(stack.layers) for p in layer.parameters()]
+            others = {id(p) for i, p in each if i not in layers} - {id(p) for i, p in each if i in layers}
+            learning = ((name, p) for name, p in stack.named_parameters() if p.requires_grad)
+            self._used[key] = {name: p for name, p in learning if id(p) not in others}
+        return self._used[key]
 
     # As a checkpoint keeps it
 
@@ -133,7 +170,7 @@ class LateQueue:
 
     def load(self, tensors: Mapping[str, Tensor], stages: Collection[int], device: torch.device) -> None:
         """Restore what `tensors` gave: in one of several processes, what belongs to its `stages`."""
-        self.batches = {}
+        self.batches, self._live = {}, {}
         own = {name: t.to(device) for name, t in sorted(tensors.items()) if name.startswith("late/")}
         for name, scale in own.items():
             if name.endswith("/scale"):
@@ -166,18 +203,33 @@ def _fill(batch: LateBatch, place: str, own: Mapping[str, Tensor], stages: Colle
             batch.x0_gradient = tensor if batch.x0_gradient is None else batch.x0_gradient + tensor
 
 
+class _Kept(torch.autograd.Function):
+    """A copy of a parameter, whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, kept: Tensor) -> Tensor:
+        return kept.view_as(kept)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
 @contextmanager
 def with_weights(stack: Stack, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it the parameters have these values; gradients go to the same parameters as ever."""
-    own = {name: p for name, p in stack.named_parameters() if p.requires_grad and name in weights}
-    now = {name: p.data for name, p in own.items()}
+    """Within it the modules compute with these values; gradients go to the same parameters as ever."""
+    own = {id(p): (name, p) for name, p in stack.named_parameters() if p.requires_grad and name in weights}
+    with torch.enable_grad():
+        kept = {at: _Kept.apply(p, weights[name]) for at, (name, p) in own.items()}
+    tables = [module._parameters for module in stack.modules()] if kept else []
+    places = [(table, key, p) for table in tables for key, p in table.items() if id(p) in kept]
     try:
-        for name, parameter in own.items():
-            parameter.data = weights[name]
+        for table, key, parameter in places:
+            table[key] = kept[id(parameter)]
         yield
     finally:
-        for name, parameter in own.items():
-            parameter.data = now[name]
+        for table, key, parameter in places:
+            table[key] = parameter
 
 
 def collect_gradients(queue: LateQueue, plan: Plan, transport: Transport, numbers: Collection[int]) -> None:
@@ -190,14 +242,6 @@ def collect_gradients(queue: LateQueue, plan: Plan, transport: Transport, number
                     later = plan.lateness[reader] == age < plan.lateness[k]
                     if batch is not None and later and sends_back(plan, reader, k):
                         batch.add_gradient(output, transport.receive_back(reader, source))
-
-
-def _used_by(stack: Stack, plan: Plan, stages: Collection[int]) -> set[str]:
-    """What learns in these stages, and outside of all layers."""
-    layers = {i for k in stages for i in plan.stages[k].layers}
-    others = {id(p) for i, layer in enumerate(stack.layers) if i not in layers for p in layer.parameters()}
-    others -= {id(p) for i in layers for p in stack.layers[i].parameters()}
-    return {name for name, p in stack.named_parameters() if p.requires_grad and id(p) not in others}
 
 
 def check_late(

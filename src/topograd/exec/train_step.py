@@ -8,7 +8,8 @@ Some stages may run elsewhere (`parallel/`): then a `Transport` carries the mess
 through the stages in the same order, receiving from those that are not its own. Messages are sent as soon as
 a stage's forward is done, before its loss and backward.
 
-A stage whose gradient comes at a later step keeps its input, and runs again then (`late.py`).
+A stage whose gradient comes at a later step runs on copies of its weights, and keeps its graph until then, or
+its input (`late.py`).
 
 With `recompute` a layer keeps its input alone and runs again in the backward (`torch.utils.checkpoint`), with
 the same random numbers: the same gradients bit for bit, a third more work.
@@ -20,7 +21,7 @@ version: one graph, one backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -151,18 +152,28 @@ class OpenStep:
     losses: Tensor = field(init=False)
     messages: dict[EdgeOutput, Message] = field(default_factory=dict)
     kept: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    """The inputs of stages that run again at a later step; None is x0."""
+    """The inputs of stages that learn at a later step; None is x0."""
+    held: dict[int, tuple[PendingStage, dict[EdgeOutput, Message]]] = field(default_factory=dict)
+    """Their graphs, with the messages that they received; empty where they run again instead."""
     awaiting: dict[EdgeOutput, Message] = field(default_factory=dict)
     """The messages of those stages."""
     finished: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """Heads and hidden states of earlier stages, where an objective reads them."""
 
     def __post_init__(self) -> None:
-        self.embedded = self.graph.stack.embed(self.inputs)
-        learns = self.embedded.requires_grad and not self.graph.plan.frozen
-        self.x0 = self.embedded.detach().requires_grad_(learns)
-        self.root = Message(self.x0, of_embedding=True)
-        self.ctx = self.graph.stack.layer_context(self.x0, self.inputs)
+        with self._on_copies(() if self.graph.plan.embedding_lateness > self.age else None):
+            self.embedded = self.graph.stack.embed(self.inputs)
+            learns = self.embedded.requires_grad and not self.graph.plan.frozen
+            self.x0 = self.embedded.detach().requires_grad_(learns)
+            self.root = Message(self.x0, of_embedding=True)
+            self.ctx = self.graph.stack.layer_context(self.x0, self.inputs)
+
+    def _on_copies(self, stages: Sequence[int] | None) -> AbstractContextManager[object]:
+        """What runs within it, in these stages or outside of all, has a graph that outlives the step."""
+        graph = self.graph
+        if stages is None or self.late is None or self.age or graph.recompute:
+            return nullcontext()
+        return with_weights(graph.stack, self.late.copies(graph.stack, graph.plan, stages))
 
     def forward(self) -> None:
         """Run the stages forward, and every backward that is ready."""
@@ -191,9 +202,7 @@ class OpenStep:
             batch = LateBatch(
                 self.late.step, graph.draw[2], graph.scale, self.inputs, self.targets, self.kept
             )
-            for output, message in self.awaiting.items():
-                if message.gradient is not None:
-                    batch.add_gradient(output, message.gradient)
+            _take_gradients(batch, self.awaiting)
             self._close(batch)
             for earlier in self.late.due(graph.draw[2]):
                 self._run_again(earlier)
@@ -201,36 +210,31 @@ class OpenStep:
             self._embedding_backward()
 
     def _run_again(self, batch: LateBatch) -> None:
-        """Run the stages of an earlier batch that learn from it now, with the weights that ran it."""
+        """The backwards of an earlier batch that are due, of its graphs or with the weights that ran it."""
         assert self.late is not None
-        now = self.graph
-        draw = (now.draw[0], batch.step, batch.number)
-        graph = StepGraph(now.stack, now.plan, batch.scale, now.transport, False, now.recompute, draw)
-        with with_weights(now.stack, batch.weights):
-            age = self.late.step - batch.step
-            step = OpenStep(
-                graph, self.gradient, self.objectives, batch.inputs, batch.targets, None, self.late, age
-            )
-            if batch.x0_gradient is not None:
-                step.x0.grad = batch.x0_gradient.clone()
-            for planned in reversed(now.plan.stages):
-                if planned.index in batch.received and now.plan.lateness[planned.index] == age:
-                    step._learn(planned, batch)
+        now, age = self.graph, self.late.step - batch.step
+        due = [p for p in now.plan.stages if p.index in batch.received and now.plan.lateness[p.index] == age]
+        step = self.late.take(batch, now.plan)
+        with nullcontext() if step is not None else with_weights(now.stack, batch.weights):
+            if step is None:
+                draw = (now.draw[0], batch.step, batch.number)
+                graph = StepGraph(now.stack, now.plan, batch.scale, now.transport, False, now.recompute, draw)
+                given = (batch.inputs, batch.targets, None, self.late)
+                step = OpenStep(graph, self.gradient, self.objectives, *given, age)
+            step.age = age
+            step.x0.grad = None if batch.x0_gradient is None else batch.x0_gradient.clone()
+            for planned in reversed(due):
+                step._learn(planned, batch)
             step._close(batch)
 
     def _learn(self, planned: PlannedStage, batch: LateBatch) -> None:
-        """One stage of an earlier batch: forward, and backward with the gradient that has come."""
+        """The backward of one stage of an earlier batch, with the gradient that has come."""
         received = batch.received.pop(planned.index)
         gradients = {output: batch.gradients.pop(output, None) for output in planned.outputs}
         if planned.stage.frozen:  # it was halted since
             return
-        for (output, _), value in zip(planned.inputs, received, strict=True):
-            if value is not None:
-                learns = not self.graph.plan.stages[output.source].stage.frozen
-                self.messages[output] = Message(value.detach().requires_grad_(learns))
-        inputs = dict(self.messages)
-        self.run(planned, True)
-        stage = self.graph.pending.pop(planned.index)
+        live = planned.index in self.held
+        stage, inputs = self.held.pop(planned.index) if live else self._ran_again(planned, received)
         for output, gradient in gradients.items():
             stage.sent[output].gradient = gradient
         transport = self.graph.transport
@@ -239,10 +243,20 @@ class OpenStep:
             if transport is not None and now and sends_back(self.graph.plan, reader, planned.index):
                 stage.sent[output].add_gradient(transport.receive_back(reader, number))
         stage.backward(self.graph.scale)
-        for output, message in inputs.items():
-            if message.gradient is not None:
-                batch.add_gradient(output, message.gradient)
+        _take_gradients(batch, inputs)
+
+    def _ran_again(
+        self, planned: PlannedStage, received: Sequence[Tensor | None]
+    ) -> tuple[PendingStage, dict[EdgeOutput, Message]]:
+        """A stage's graph, from its inputs, with these as messages."""
+        for (output, _), value in zip(planned.inputs, received, strict=True):
+            if value is not None:
+                learns = not self.graph.plan.stages[output.source].stage.frozen
+                self.messages[output] = Message(value.detach().requires_grad_(learns))
+        inputs = dict(self.messages)
+        self.run(planned, True)
         self.messages.clear()
+        return self.graph.pending.pop(planned.index), inputs
 
     def _close(self, batch: LateBatch) -> None:
         """The embedding's backward, if it is its turn; else the gradient of x0 is kept."""
@@ -255,6 +269,8 @@ class OpenStep:
         if self.age == 0:
             self.late.add(batch)
         self.late.keep(self.graph.stack, self.graph.plan, batch)
+        if not self.graph.recompute:
+            self.late.hold(batch, self)
 
     def _x0_gradient(self) -> Tensor | None:
         if self.root.gradient is not None:
@@ -299,16 +315,21 @@ class OpenStep:
         """The stage's forward; returns its loss, detached. With `runs` false its states are known."""
         graph, frozen = self.graph, planned.stage.frozen
         later = not frozen and graph.plan.lateness[planned.index] > self.age
+        again = later and graph.recompute
         live = self.ctx if planned.live_bus else replace(self.ctx, x0=self.ctx.x0.detach())
         stage = PendingStage(planned, live)
         received: list[Tensor] = []
-        with torch.set_grad_enabled(not (frozen or later)), _eval_if_frozen(graph.stack, planned):
+        with (
+            torch.set_grad_enabled(not (frozen or again)),
+            _eval_if_frozen(graph.stack, planned),
+            self._on_copies((planned.index,) if later else None),
+        ):
             if runs:
                 received = [self._receive(i, stage) for i in range(len(planned.inputs))]
-                again = graph.recompute and not frozen
+                recompute = graph.recompute and not frozen
                 with self.gradient.forward(planned):
                     h, sent = run_stage(
-                        graph.stack, planned, received, live, lean=not planned.predicts, recompute=again
+                        graph.stack, planned, received, live, lean=not planned.predicts, recompute=recompute
                     )
             else:
                 h = self.known.get(planned.stage.stop, self.ctx.x0)  # x0 where no stage reads it
@@ -319,20 +340,28 @@ class OpenStep:
                     graph.transport.send(output, value.detach())
             if planned.scale > 0:
                 stage.loss = self._loss(stage, received, h)
-        if later:
+        if again:
             sent = {output: value.detach().requires_grad_() for output, value in sent.items()}
         stage.sent = {output: Message(value) for output, value in sent.items()}
         self.messages.update(stage.sent)
         if self.keeps_finished and planned.predicts:
             self.finished[planned.index] = planned.head, h.detach()
         if later:
-            self.awaiting |= stage.sent
-            sources = [output.source for output, _ in planned.inputs]
-            values = zip(sources, received, strict=True)
-            self.kept[planned.index] = [None if k == EMBEDDING else value.detach() for k, value in values]
+            self._keep(stage, received, again)
         else:
             graph.pending[planned.index] = stage
         return None if stage.loss is None else stage.loss.detach()
+
+    def _keep(self, stage: PendingStage, received: Sequence[Tensor], again: bool) -> None:
+        """What a stage needs to learn at a later step: its input and, unless it runs again, its graph."""
+        planned = stage.planned
+        self.awaiting |= stage.sent
+        outputs = [output for output, _ in planned.inputs]
+        values = zip(outputs, received, strict=True)
+        self.kept[planned.index] = [None if o.source == EMBEDDING else h.detach() for o, h in values]
+        if not again:
+            heard = {output: self.messages[output] for output in outputs if output.source != EMBEDDING}
+            self.held[planned.index] = stage, heard
 
     def _receive(self, number: int, stage: PendingStage) -> Tensor:
         """The message of a source for the receiving stage: detached, a leaf, or x0 itself."""
@@ -381,6 +410,14 @@ class OpenStep:
         prior = [(*self.finished[k], w) for k, w in weights.items() if k in self.finished]
         own = weights[planned.index]
         return stage_loss(stack, h, planned.head, objective, targets, prior, self.teacher, own)
+
+
+def _take_gradients(batch: LateBatch, messages: Mapping[EdgeOutput, Message]) -> None:
+    """Move what messages have received into what is kept of their batch."""
+    for output, message in messages.items():
+        if message.gradient is not None:
+            batch.add_gradient(output, message.gradient)
+        message.gradient = None
 
 
 @contextmanager

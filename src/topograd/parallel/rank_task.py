@@ -120,7 +120,7 @@ class RankTask(RunTask):
             stack=self.stack,
             crossing=config.topology.backward == "scan",
         )
-        if self.layout.back_edges:
+        if self.layout.back_edges or self.plan.late:
             _check_gradient(config, ranks)
 
     @property
@@ -235,9 +235,10 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _check_gradient(config: TrainConfig, ranks: Ranks) -> None:
-    """What does not go with gradient between ranks is refused."""
+    """What does not go with gradient between ranks, or with a late one, is refused."""
     if ranks.config.shard:
-        raise ConfigError(setting="shard", given=True, allowed="left out where gradient crosses ranks")
+        allowed = "left out where gradient crosses ranks or comes late"
+        raise ConfigError(setting="shard", given=True, allowed=allowed)
     if config.tune.layer_dropout:
         given = config.tune.layer_dropout
         raise ConfigError(setting="layer_dropout", given=given, allowed="0 where gradient crosses ranks")

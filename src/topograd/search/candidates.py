@@ -8,13 +8,14 @@ L - 1 bits, one for each place where a boundary may be, and one category for eac
     source      what later stages receive beside it: none, embedding, or layer:N
     join        how that source is joined
     decoder     layers that every stage has to itself before its head
+    grad_scale, grad_delay, grad_bits   how much gradient crosses boundaries, how late, in how many bits
     heads, objective, ctx, and every other setting of `TopologyConfig` that is a word
 
 What is mended. Bits that break a rule of the space: from the first layer on, a boundary that would leave a
 stage too short, or come after the last allowed one, is left out. Settings that have nothing to act on take
-their defaults: one stage has no graph, relay, source, join or residual objective; branches have no relay,
-source or join; without a source there is no join. So several proposals may mean one candidate, and `key`
-tells.
+their defaults: one stage has no graph, relay, source, join, gradient across boundaries or residual objective;
+branches have no relay, source, join or such gradient; without a source there is no join, and without gradient
+it is neither late nor rounded. So several proposals may mean one candidate, and `key` tells.
 
 What is skipped. A source layer:N that no stage behind it would receive in addition: layer N lies in the last
 stage, or is what the only later stage receives anyway. Such a proposal is no candidate.
@@ -35,7 +36,10 @@ from topograd.search.dynamic import stage_counts
 from topograd.topology.composition import Composition, count_compositions, enumerate_compositions
 
 Settings = Mapping[str, str]
-_ON_EDGES = {"relay": "identity", "source": "none", "join": "identity"}
+_GRADIENT = {"grad_delay": "0", "grad_bits": "32"}
+_ON_EDGES = {"relay": "identity", "source": "none", "join": "identity", "grad_scale": "0", **_GRADIENT}
+_NUMBERS = {"decoder": int, "grad_scale": float, "grad_delay": int, "grad_bits": int}
+"""Settings that are no words."""
 _ALONE = {"graph": "chain", **_ON_EDGES}
 
 
@@ -58,8 +62,7 @@ class Candidate:
             given["branches"] = tuple(map(str, self.composition.parts))
         else:
             given["partition"] = str(self.composition)
-        if "decoder" in given:
-            given["decoder"] = int(given["decoder"])
+        given |= {name: kind(given[name]) for name, kind in _NUMBERS.items() if name in given}
         if given.get("source") == "none":
             given["source"] = None
         return replace(base, **given)
@@ -179,6 +182,10 @@ def mended_settings(settings: Settings, stages: int) -> dict[str, str]:
         idle = _ON_EDGES
     else:
         idle = {"join": "identity"} if mended.get("source", "none") == "none" else {}
+        if not float(mended.get("grad_scale", "0")):
+            idle |= _GRADIENT
+        elif mended.get("objective") == "residual":
+            idle["grad_delay"] = "0"  # its stages read those before them in the same step
     return mended | {name: default for name, default in idle.items() if name in mended}
 
 

@@ -31,6 +31,7 @@ LESS = (
     *("bpb", "coupling", "head", "bandwidth", "calibration"),
     *("prefix_bpb", "gradient_depth", "activation_layers", "peak_bytes", "projections"),
     *("coupling_cost", "coordination", "head_matrices", "head_parameters", "specialist_price"),
+    *("gradient_bits", "staleness", "stashed_layers", "waiting_stages"),
 )
 """Numbers that are better small."""
 MORE = (

@@ -43,6 +43,7 @@ from topograd.decode.calibration.measure import Calibration, Readings
 from topograd.decode.calibration.policy import agreement, exits, thresholds
 from topograd.errors import ConfigError
 from topograd.exec.forward import run_stage
+from topograd.exec.late import LateQueue
 from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.stack import Stack
@@ -77,6 +78,10 @@ coupling_cost = _of_plan(closed.coupling_cost)
 coordination = _of_plan(closed.coordination)
 head_matrices = _of_plan(closed.head_matrices)
 exit_layers = _of_plan(closed.exit_layers)
+gradient_bits = _of_plan(closed.gradient_bits)
+staleness = _of_plan(closed.staleness)
+stashed_layers = _of_plan(closed.stashed_layers)
+waiting_stages = _of_plan(closed.waiting_stages)
 projections = _of_plan(lambda plan: len(plan.predicting()))
 
 # The six terms of J
@@ -236,10 +241,21 @@ def information(bpb: float, text: Text) -> float:
 
 
 def step_bytes(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> int:
-    """Peak memory of a training step beyond parameters and gradients (P4); no gradient is left behind."""
+    """Peak memory of a training step beyond parameters and gradients (P4); no gradient is left behind.
+
+    Where stages are late, of the first step that has all that is kept for them.
+    """
     topology = probes.to_probe(plan.topology)
     learning = [p for p in stack.parameters() if p.requires_grad]
-    peak = peak_step_bytes(lambda: train_step(stack, topology, inputs, targets), learning)
+    queue = LateQueue()
+
+    def steps() -> None:
+        for step in range(1 + closed.staleness(plan)):
+            queue.begin(step)
+            train_step(stack, topology, inputs, targets, late=queue)
+            queue.commit()
+
+    peak = peak_step_bytes(steps, learning)
     stack.zero_grad(set_to_none=True)
     return peak
 

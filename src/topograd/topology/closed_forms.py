@@ -11,8 +11,9 @@ coordination of P6: 1 for backprop, 0 for layers that learn alone. C_head is the
 vocabulary matrices, 1 + K with per-stage heads.
 
 What goes back. With b bits an edge carries b / 32 of float32's bytes and a scale of 32 bits a position. With
-a delay a stage learns from a batch τ steps after it ran forward (`Plan.lateness`) and keeps τ inputs and τ
-copies of its weights until then. Within a step only edges with gradient and delay 0 are waited for.
+a delay a stage learns from a batch τ steps after it ran forward (`Plan.lateness`) and keeps its graph, or its
+input, and a copy of its weights until then, τ of each. Within a step only edges with gradient and delay 0 are
+waited for.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ def gradient_depth(plan: Plan) -> int:
 def activation_layers(plan: Plan) -> int:
     """The largest number of layers whose activations are held at once during a step.
 
-    A stage counts whole until its backward. One without a loss that is tapped only before its end drops the
-    rest at once, so there this is a bound.
+    A stage counts whole until its backward, one that is late once for each batch that it keeps. One without a
+    loss that is tapped only before its end drops the rest at once, so there this is a bound.
     """
     waiting = {planned.index: planned.num_grad_consumers for planned in plan.stages}
-    held: dict[int, int] = {}
+    held = {p.index: late * len(p.layers) for p, late in zip(plan.stages, plan.lateness, strict=True) if late}
     peak = 0
     for planned in plan.stages:
         if planned.stage.frozen:
             continue
-        if plan.lateness[planned.index]:  # it runs again at a later step, alone
-            peak = max(peak, len(planned.layers))
+        if plan.lateness[planned.index]:
+            held[planned.index] += len(planned.layers)
+            peak = max(peak, sum(held.values()))
             continue
         held[planned.index] = len(planned.layers)
         peak = max(peak, sum(held.values()))

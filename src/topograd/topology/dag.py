@@ -214,6 +214,10 @@ class Topology:
         """With a gradient that is so many steps late and has so many bits on every edge between stages."""
         return self._with_edges(delay=delay, grad_bits=bits)
 
+    def with_delay(self, steps: int) -> Topology:
+        """With a gradient that is so many steps late on every edge between stages, in as many bits."""
+        return self._with_edges(delay=steps)
+
     def _with_edges(self, **changes: Any) -> Topology:
         stages = []
         for stage in self.stages:
