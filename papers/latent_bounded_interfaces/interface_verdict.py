@@ -18,7 +18,8 @@ trained on prefixes of random lengths, for which no prefix is strange.
 
 Recipes. `ours` is Muon and AdamW as `train` has them; `AdamW` is one AdamW for everything, at 6e-4 with
 gradients of norm 1 at most, as published. Tuned: the rates of each arm are the best of a grid on a seed that
-is not judged, after a quarter of the steps. `published, AdamW 6e-4` is not tuned: that is the paper's own.
+is not judged, after a quarter of the steps; arms with the same parameters share them (`Arm.tuned_as`).
+`published, AdamW 6e-4` is not tuned: that is the paper's own.
 
 The claims are in `_claims` and were set before the first run. Source: "LBI: Parallel Scan Backpropagation via
 Latent Bounded Interfaces" Table 2 and §4; the controls are ours. Cost: `presets.py`. Limits: width 48, a
@@ -57,7 +58,8 @@ REGIONS = "2,2,2"
 TUNING_SEED = 1000
 SAMPLE_ROWS = 64
 """Windows that are also predicted byte by byte, from prefixes."""
-ADAMW = {"lr_embedding": 6e-4, "lr_head": 6e-4, "lr_scalar": 6e-4, "lr_relay": 6e-4, "lr_matrix": 6e-4}
+ADAMW_RATE = 6e-4
+"""Of the paper."""
 SAME = 0.02
 """How far from all of depth the positive control may be, as a share."""
 
@@ -90,52 +92,56 @@ class Arm:
         return self.interface and self.interface.format(**sizes)
 
 
-TEXT = (
+CORE = (
     Arm("dense"),
     Arm("shallow", shallow=True),
     Arm("residual, r = d/2", "residual:r={d/2}", tuned_as="dense"),
     Arm("residual, r = d/4", "residual:r={d/4}", tuned_as="dense"),
     Arm("published", "published:r={r}"),
     Arm("segments, S = T", "S={T},r={r}"),
-    Arm("segments, S = 8", "S=8,r=8"),
+)
+AUTHORS = (
     Arm("dense, AdamW", recipe="AdamW"),
-    Arm("shallow, AdamW", shallow=True, recipe="AdamW"),
-    Arm("published, AdamW", "published:r={r}", recipe="AdamW"),
-    Arm("published, AdamW 6e-4", "published:r={r}", recipe="AdamW", tuned=False),
-    Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
-    Arm("residual, r = d", "residual:r={d}", tuned_as="dense"),
+    Arm("shallow, AdamW", shallow=True, recipe="AdamW", tuned_as="dense, AdamW"),
+    Arm("published, AdamW", "published:r={r}", recipe="AdamW", tuned_as="dense, AdamW"),
 )
 ENCODERS = (
     Arm("encoder, dense", task="hidden", tuned_as="dense"),
     Arm("encoder, shallow", shallow=True, task="hidden", tuned_as="shallow"),
     Arm("encoder, published", "published:r={r}", task="hidden", tuned_as="published"),
     Arm("encoder, residual, r = d/2", "residual:r={d/2}", task="hidden", tuned_as="dense"),
-    Arm("encoder, residual, r = d/4", "residual:r={d/4}", task="hidden", tuned_as="dense"),
 )
+ONCE = (
+    Arm("residual, r = d", "residual:r={d}", tuned_as="dense"),
+    Arm("published, AdamW 6e-4", "published:r={r}", recipe="AdamW", tuned=False),
+    Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
+)
+"""With one seed: the positive control, which tests pin to rounding, and two variants of the published."""
 HYBRIDS = (
     Arm("hybrid, dense", architecture="hybrid", tuned_as="dense"),
     Arm("hybrid, shallow", shallow=True, architecture="hybrid", tuned_as="shallow"),
-    Arm("hybrid, residual, r = d/2", "residual:r={d/2}", architecture="hybrid", tuned_as="dense"),
     Arm("hybrid, published", "published:r={r}", architecture="hybrid", tuned_as="published"),
 )
-"""The last two layers of six of a hybrid are Mamba-3: the shallow control is these, not the first two."""
-ARMS = {arm.name: arm for arm in (*TEXT, *ENCODERS, *HYBRIDS)}
+"""Of the preset long. The last two layers of six of a hybrid are Mamba-3: the shallow control is these, not
+the first two."""
+ARMS = {arm.name: arm for arm in (*CORE, *AUTHORS, *ENCODERS, *ONCE, *HYBRIDS)}
 
 
-def order(seeds: int, tiny: bool) -> list[tuple[Arm, int]]:
+def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
     """Arms and seeds, so that what was measured at any moment makes a table: the controls of a seed first."""
-    if tiny:
+    if preset == "tiny":
         chosen = [ARMS[name] for name in ("dense", "shallow", "residual, r = d", "published")]
         return [(arm, seed) for seed in range(seeds) for arm in chosen]
-    first, later = range(min(3, seeds)), range(3, seeds)
-    parts = [(TEXT, first), (ENCODERS, first), (TEXT[:7], later), (HYBRIDS, first)]
-    return [(arm, seed) for arms, some in parts for seed in some for arm in arms]
+    parts = [(CORE, seeds), (AUTHORS, seeds), (ENCODERS, seeds), (ONCE, 1)]
+    if preset == "long":
+        parts.append((HYBRIDS, seeds))
+    return [(arm, seed) for arms, count in parts for seed in range(count) for arm in arms]
 
 
 def run(args: Asked) -> Result:
     """Every arm with every seed, tables and claims."""
     check_seeds(args.seeds)
-    todo, rows = order(args.seeds, args.preset == "tiny"), list[Row]()
+    todo, rows = order(args.seeds, args.preset), list[Row]()
     for arm, seed in todo:
         key = {"arm": arm.name, "seed": seed}
         make = partial(measure, arm, _config(args, seed), tuned(args, arm))
@@ -162,13 +168,23 @@ def _config(args: Asked, seed: int) -> TrainConfig:
 def grid(arm: Arm) -> list[OptimizerConfig]:
     """The rates that an arm may choose from; only arms that learn relays have rates for them."""
     if arm.recipe == "AdamW":
-        scales = (1.0, 3.0, 10.0) if arm.tuned else (1.0,)
-        return [
-            OptimizerConfig(name="adamw", betas=(0.9, 0.95), clip=1.0, **{k: s * v for k, v in ADAMW.items()})
-            for s in scales
-        ]
+        return [_adamw(ADAMW_RATE * scale) for scale in ((1, 3, 10) if arm.tuned else (1,))]
     relays = (1e-3, 1e-2) if arm.interface and not arm.interface.startswith("residual") else (1e-3,)
     return [OptimizerConfig(lr_matrix=rate, lr_relay=relay) for rate in (0.01, 0.02) for relay in relays]
+
+
+def _adamw(rate: float) -> OptimizerConfig:
+    """One AdamW for everything, as the authors have it."""
+    return OptimizerConfig(
+        name="adamw",
+        lr_matrix=rate,
+        lr_embedding=rate,
+        lr_head=rate,
+        lr_scalar=rate,
+        lr_relay=rate,
+        betas=(0.9, 0.95),
+        clip=1.0,
+    )
 
 
 def tuned(args: Asked, arm: Arm) -> OptimizerConfig:
@@ -305,11 +321,10 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
     share("residual, r = d/2, keeps half", half, "residual, r = d/2", 0.5)
     share("residual, r = d/4, keeps some", "a quarter carries depth", "residual, r = d/4", 0.0)
     share("encoder: residual, r = d/2, keeps half", half, "encoder, residual, r = d/2", 0.5)
-    share("hybrid: residual, r = d/2, keeps half", half, "hybrid, residual, r = d/2", 0.5)
     some = "the interface beats the last region alone, each byte predicted from those before it"
     for arm in ("published", "published, AdamW", "published, AdamW 6e-4", "published, random prefixes"):
         share(f"{arm} beats shallow", some, arm, 0.0)
-    for arm in ("encoder, published", "hybrid, published", "segments, S = T", "segments, S = 8"):
+    for arm in ("encoder, published", "hybrid, published", "segments, S = T"):
         share(f"{arm} beats shallow", "the interface beats the last region alone", arm, 0.0)
     claims += _reading_claims(rows)
     return claims

@@ -72,7 +72,7 @@ def test_it_begins_as_the_authors_have_it() -> None:
     for name in ("interface-1", "interface-2"):
         relay = relays[name]
         assert isinstance(relay, PublishedRelay)
-        assert float(relay.alpha) == 0.5
+        assert relay.alpha.item() == 0.5
         assert float(relay.state_dict()["decode.2.weight"].abs().max()) > 0, "Dec is not zero at first"
         assert all(linear.bias is not None for linear in (relay.encode[0], relay.decode[2]))
     names = [name for name, _ in relays["interface-1"].named_parameters()]

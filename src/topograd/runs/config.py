@@ -15,7 +15,7 @@ import tyro
 from topograd.errors import ConfigError, TopologyError
 from topograd.limits import check_rules
 from topograd.nn.config import MAX_SIZE, GPTConfig
-from topograd.nn.interface_config import parse_interface
+from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.spec import ModelSpec, read_spec
 from topograd.reading import build_dataclass
 from topograd.registry import Registry
@@ -204,7 +204,8 @@ class TrainConfig:
         self._check_tune()
         topology = self.build_topology()
         if self.topology.interface is not None:
-            parse_interface(self.topology.interface).check(self.model.context, self.model.width)
+            for settings in parse_interfaces(self.topology.interface):
+                settings.check(self.model.context, self.model.width)
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
         if taught and self.topology.teacher is None:
             raise ConfigError(

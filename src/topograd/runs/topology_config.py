@@ -24,7 +24,7 @@ import tyro
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.limits import check_exclusive, check_rules
-from topograd.nn.interface_config import parse_interface
+from topograd.nn.interface_config import parse_interfaces
 from topograd.topology.branches import predicting_plan
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import (
@@ -311,7 +311,7 @@ class TopologyConfig:
         regions = Topology.regions(
             Configuration.parse(partition).composition,
             self.interface,
-            first_region=parse_interface(self.interface).first_region,
+            first_region=parse_interfaces(self.interface)[0].first_region,
         )
         if len(regions.stages) < 2:
             raise ConfigError(
