@@ -58,6 +58,7 @@ class Scan:
     jacobians: Tensor | None = field(default=None, init=False)
     """Of the last step, J of the inner regions that have one, (count, batch, n, n); n is that of the
     longest message, and shorter ones have zeros."""
+    _taped: dict[int, dict[int, Tape | None]] = field(default_factory=dict, init=False, repr=False)
     crosses_ranks: ClassVar[bool] = False
 
     def begin(self, graph: StepGraph) -> None:
@@ -88,6 +89,7 @@ class Scan:
             check_rows(self._regions, k)
         self._recompute = graph.recompute
         self._tapes: dict[int, Tape | None] = {}
+        self._taped[id(graph)] = self._tapes  # several steps may be open
         if self.jacobian == "pullback":
             self._check_pullback()
 
@@ -117,9 +119,10 @@ class Scan:
     def finish(self, graph: StepGraph) -> None:
         stages = list(graph.pending.values())
         graph.pending.clear()
+        self._tapes = self._taped.pop(id(graph))
         early = [stage for stage in stages if stage.planned.index < self._building.stop]
         jacobians = [self._jacobian(stage) for stage in early if stage.planned.index > 0 and stage.leaves]
-        late = self._backwards(stages[len(early) :], graph.scale)  # the first that touches `.grad`
+        late = self.backwards(stages[len(early) :], graph.scale)  # the first that touches `.grad`
         behind = self.adjoint_behind(late[0] if late else None, jacobians, early)
         if behind is None:  # nothing before the last regions learns
             return
@@ -154,8 +157,7 @@ class Scan:
         check_jacobian(ran, J, self.jacobian, self.trimmed)
         return J
 
-    @staticmethod
-    def _backwards(stages: Sequence[PendingStage], scale: float) -> list[Tensor]:
+    def backwards(self, stages: Sequence[PendingStage], scale: float) -> list[Tensor]:
         """Run backwards one after the other, the last first; the adjoints (batch, n) of what came in."""
         adjoints: list[Tensor] = []
         for stage in reversed(stages):

@@ -101,6 +101,8 @@ class Layout:
 
     def ahead(self, rank: int) -> int:
         """The batches that a rank runs forward before the first gradient comes back to it: 1F1B's."""
+        if self.crossing:
+            return self.ranks - 1 - rank
         late = self.plan.lateness
         last = rank
         for reader, number in self.back_edges:  # in order of stages
