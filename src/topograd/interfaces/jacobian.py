@@ -132,7 +132,8 @@ def _basis(relay: BoundedRelay, m: Tensor) -> Tensor:
 def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:
     """m_{k+1}[s], and the leaf m_k of its graph: of the positions before segment s alone, if trimmed."""
     segment = seen.relay_out.segment
-    if not trimmed or segment is None or s == seen.message_out.shape[1] - 1:
+    whole = not trimmed or seen.regions.stack.reads_ahead
+    if whole or segment is None or s == seen.message_out.shape[1] - 1:
         return seen.message_out[:, s], seen.message_in
     time = (s + 1) * segment
     inputs, x0 = seen.ctx.inputs[:, :time], seen.ctx.x0[:, :time].detach()

@@ -19,8 +19,8 @@ x0 and the interfaces, which two ranks use, are added up with all else that is s
 
 Where the last `carried` regions hand the adjoint on (`Hybrid`), the ranks behind the one with the first of
 them, q, do so by their own backwards, a row of n numbers from each to the one before it. Rank q then stands
-for the last one above; ranks before it have built their Jacobians meanwhile. Micro-batches are pipelined as in
-1F1B: a rank runs as many of them forward as ranks lie behind it, then scans and runs forward in turns.
+for the last one above; ranks before it have built their Jacobians meanwhile. Micro-batches are pipelined as
+in 1F1B: a rank runs as many of them forward as ranks lie behind it, then scans and runs forward in turns.
 
 Bytes of a micro-batch: B n for each boundary going forward; back, of P - 1 hops to a neighbour and of each
 doubling B n² each, but B n where a row is sent. A rank multiplies at most ⌈log₂(P - 1)⌉ times. Once a step
