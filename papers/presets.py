@@ -107,9 +107,10 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     },
     "interface-verdict": {
         "tiny": Size(0.1, 2, 8, 1),
-        "small": Size(35, 1600, 48, 3),
+        "small": Size(15, 1600, 48, 3),
         "long": Size(70, 1600, 48, 5),
     },
+    "forward-sweeps": {"tiny": Size(0.1, 2, 8, 1), "small": Size(8, 400, 48, 3)},
     "masked-encoder": {"tiny": Size(0.1, 2, 8, 1), "small": Size(7, 400, 48, 3)},
     "leak": {"tiny": Size(0.1, (5,)), "small": Size(3, (500, 400))},
     "jacobians": {"tiny": Size(0.1, 2), "small": Size(5, 300)},

@@ -190,6 +190,12 @@ STUDIES: Mapping[str, Study] = {
         "with a positive control, the right shallow one and tuned rates.",
         "latent_bounded_interfaces.interface_verdict",
     ),
+    "forward-sweeps": Study(
+        "The forward over depth in parallel sweeps",
+        "With the Jacobians that a scan has anyway, Newton's method solves the forward of all regions at "
+        "once in few sweeps. A question of ours (beside LBI, §3.2).",
+        "latent_bounded_interfaces.forward_sweeps",
+    ),
     "masked-encoder": Study(
         "A bounded interface in an encoder",
         "Where all positions may be read, a state of the whole sequence is legitimate, and regions that are "

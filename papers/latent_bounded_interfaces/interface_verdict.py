@@ -98,8 +98,8 @@ CORE = (
     Arm("residual, r = d/2", "residual:r={d/2}", tuned_as="dense"),
     Arm("residual, r = d/4", "residual:r={d/4}", tuned_as="dense"),
     Arm("published", "published:r={r}"),
-    Arm("segments, S = T", "S={T},r={r}"),
 )
+SEGMENTS = (Arm("segments, S = T", "S={T},r={r}"),)
 AUTHORS = (
     Arm("dense, AdamW", recipe="AdamW"),
     Arm("shallow, AdamW", shallow=True, recipe="AdamW", tuned_as="dense, AdamW"),
@@ -124,7 +124,7 @@ HYBRIDS = (
 )
 """Of the preset long. The last two layers of six of a hybrid are Mamba-3: the shallow control is these, not
 the first two."""
-ARMS = {arm.name: arm for arm in (*CORE, *AUTHORS, *ENCODERS, *ONCE, *HYBRIDS)}
+ARMS = {arm.name: arm for arm in (*CORE, *SEGMENTS, *AUTHORS, *ENCODERS, *ONCE, *HYBRIDS)}
 
 
 def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
@@ -132,9 +132,10 @@ def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
     if preset == "tiny":
         chosen = [ARMS[name] for name in ("dense", "shallow", "residual, r = d", "published")]
         return [(arm, seed) for seed in range(seeds) for arm in chosen]
-    parts = [(CORE, seeds), (AUTHORS, seeds), (ENCODERS, seeds), (ONCE, 1)]
+    parts: list[tuple[tuple[Arm, ...], int]] = [(CORE, seeds)]
     if preset == "long":
-        parts.append((HYBRIDS, seeds))
+        more = (AUTHORS, ENCODERS, SEGMENTS, HYBRIDS)
+        parts += [*((arms, seeds) for arms in more), (ONCE, 1)]
     return [(arm, seed) for arms, count in parts for seed in range(count) for arm in arms]
 
 
