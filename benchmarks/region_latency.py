@@ -144,8 +144,7 @@ def units(ways: dict[str, Way], shape: Shape) -> RegionTimes:
     way = ways["scan"]
     found = measure_units(way.stack, shape.topology, way.batch[0], repeats=21)
     wholes = [
-        timed(lambda: train_step(way.stack, shape.topology, *way.batch), torch.device("cpu"))[0]
-        for _ in range(9)
+        timed(lambda: train_step(way.stack, way.plan, *way.batch), torch.device("cpu"))[0] for _ in range(21)
     ]
     rest = max(Spread.of(wholes).median - shape.regions * (found.forward + found.local), 0.0)
     return RegionTimes(
