@@ -53,9 +53,9 @@ INTERFACES: Registry[type[InterfaceSettings]] = Registry(
     "interface",
     {
         "segments": "topograd.nn.config:SegmentInterface",
-        "attention": "topograd.nn.attention_interface:AttentionInterface",
         "residual": "topograd.nn.interface_config:ResidualInterface",
         "published": "topograd.nn.interface_config:PublishedInterface",
+        "attention": "topograd.nn.attention_interface:AttentionInterface",
     },
 )
 

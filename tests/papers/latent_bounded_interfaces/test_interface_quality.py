@@ -87,7 +87,7 @@ def test_each_claim_can_fail(claim: str, changed: dict[str, Any]) -> None:
 def test_tables_have_every_model_and_seeds_of_one_architecture() -> None:
     rows = made_up()
     quality, sizes, norms = study.quality_table(rows), study.size_table(rows), study.norm_table(rows)
-    assert len(quality.rows) == 2 * 6 + 2 * 4
+    assert len(quality.rows) == 2 * 7 + 2 * 5
     assert quality.rows[0][:4] == ("transformer", "dense", "1.5006 ± 0.0006", "+0.0000")
     assert [row[0] for row in sizes.rows] == ["transformer", "mamba3"]
     assert len(sizes.rows[0]) == 5
