@@ -66,7 +66,7 @@ READ = ("local_norm", "suffix_norm", "rms", "message_spread")
 COARSE, FINE = "S=8,r=8,pool=tail", "S=128,r=32,pool=tail"
 PUBLISHED = {rank: f"published:r={rank}" for rank in (16, 32, 64)}
 """The authors' own module by its rank: one state of the whole sequence, which sees the future."""
-RESIDUAL = "residual:r=32"
+RESIDUAL = "residual:r={half}"
 """The positive control at half of the width; at all of it, it is the dense model."""
 RANKED: tuple[Architecture, ...] = ("transformer", "mamba3")
 """Architectures with every rank and every size of regions."""
@@ -100,7 +100,8 @@ class Case:
         layers = sum(int(part) for part in self.partition.split(","))
         return TrainConfig(
             topology=TopologyConfig(
-                partition=str(layers) if self.interface is None else self.partition, interface=self.interface
+                partition=str(layers) if self.interface is None else self.partition,
+                interface=self.interface and self.interface.format(half=self.width // 2),
             ),
             steps=steps,
             batch=8,

@@ -29,7 +29,6 @@ from topograd.interfaces.regions import Regions
 from topograd.nn.config import Architecture
 from topograd.nn.interface_config import parse_interface
 from topograd.runs.config import OptimizerConfig
-from topograd.runs.session import build_stack
 
 SMALL = "S=4,r=4,pool=tail"
 
@@ -68,7 +67,7 @@ def test_every_case_can_be_built_and_run(architecture: Architecture, monkeypatch
             assert parts == [{"dense": 8, "shallow": 2, "4 layers alone": 4}[case.name]]
         else:
             assert ",".join(map(str, parts)) == case.partition
-            expected = parse_interface(case.interface)
+            expected = parse_interface(case.config().topology.interface or "")
             settings = {relay.settings for relay in Regions.of(stack, plan).relays}
             assert settings == {expected}, case.name
             assert context % expected.segments == 0
