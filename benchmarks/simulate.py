@@ -40,6 +40,10 @@ class Simulate:
     """Bytes of parameters of a stage."""
     interface_rank: int = Work.interface_rank
     """r, of bounded interfaces."""
+    interface_bytes: float = Work.interface_bytes
+    """Bytes of their messages, of one micro-batch."""
+    interface_samples: int = Work.interface_samples
+    """Sequences of a micro-batch."""
     times: Annotated[Times, tyro.conf.arg(name="")] = field(default_factory=Times)
     machine: Annotated[Machine, tyro.conf.arg(name="")] = field(default_factory=Machine)
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE.svg")] = None
@@ -59,6 +63,8 @@ class Simulate:
             shared=self.shared,
             stage=self.stage,
             interface_rank=self.interface_rank,
+            interface_bytes=self.interface_bytes,
+            interface_samples=self.interface_samples,
             times=self.times,
             machine=self.machine,
         )
@@ -95,7 +101,14 @@ def _measured(asked: Simulate) -> Work:
             f"--bench {asked.bench} is not what `topograd bench pipeline --json` prints ({error}); make it "
             "again"
         ) from None
-    return replace(work, microbatches=asked.microbatches, machine=asked.machine)
+    return replace(
+        work,
+        microbatches=asked.microbatches,
+        machine=asked.machine,
+        interface_rank=asked.interface_rank,
+        interface_bytes=asked.interface_bytes,
+        interface_samples=asked.interface_samples,
+    )
 
 
 def simulation_table(results: Mapping[str, Any]) -> Table:

@@ -15,8 +15,10 @@ another, and arrives `latency` later; links carry both directions at once.
     staged        F, h, B of one micro-batch at a time; activations travel, shared gradients at the end
     free          the same with nothing shared: steps follow without a flush, so a step takes as long as the
                   slowest of a rank's work and a link's traffic
-    scan          bounded interfaces, one step on all micro-batches: forward rank by rank, Jacobians of r
-                  forwards, one gather, local backward, the sum of the canvas' gradient (`interfaces/`)
+    scan          bounded interfaces: forwards as in 1f1b, Jacobians of r forwards, recursive doubling, local
+                  backwards (event by event, `region_events.py`), and the sum of the canvas' gradient
+    hybrid        the same, where the last ranks hand the adjoint on: as many as take a Jacobian's time
+    handed        the same, where all do
     data          the whole model on every rank, max(1, M/P) micro-batches each, all gradients added up
 
 Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency. Fewer `cores` than ranks: pipelines of
@@ -39,14 +41,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
+from region_events import RegionTimes, region_span
 from shared_cores import shared_span
 from topograd.errors import ConfigError
 from topograd.limits import check_numbers
 from topograd.topology.pipeline import pipeline_order
 
-METHODS = ("gpipe", "1f1b", "whole", "thin", "late", "thin-late", "staged", "free", "scan", "data")
+METHODS = (
+    *("gpipe", "1f1b", "whole", "thin", "late", "thin-late", "staged", "free"),
+    *("scan", "hybrid", "handed", "data"),
+)
 _SECONDS = (0.0, 1e9)
 _NUMBER = (0.0, 1e18)
 _MAX_TASKS = 2**23
@@ -128,13 +135,16 @@ class Work:
     interface_rank: int = 16
     """r, of bounded interfaces."""
     interface_bytes: float = 4096.0
-    """A message of a bounded interface."""
+    """A message of a bounded interface, of one micro-batch."""
+    interface_samples: int = 64
+    """Sequences of a micro-batch, each of which has Jacobians of its own."""
     times: Times = field(default_factory=Times)
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:
         check_numbers(self, microbatches=(1, 10**6), message=_NUMBER, shared=_NUMBER, stage=_NUMBER)
         check_numbers(self, interface_rank=(1, 10**6), interface_bytes=_NUMBER, thin=_NUMBER)
+        check_numbers(self, interface_samples=(1, 10**9))
 
 
 @dataclass(frozen=True)
@@ -325,18 +335,31 @@ def _both_ways(
     return max(free)
 
 
-def _scan(P: int, work: Work) -> Found:
+def _regions(name: str, P: int, work: Work) -> Found:
+    """Bounded interfaces: B samples have n numbers each in a message, and n² in a product."""
     t, M, machine = work.times, work.microbatches, work.machine
-    message = M * work.interface_bytes
-    chain = M * (t.embed + P * t.forward) + (P - 1) * (machine.on_wire(message) + machine.latency)
-    jacobian = work.interface_rank * M * t.forward
-    product = work.interface_bytes**2 / 4 * M  # n² numbers of 4 bytes for n = bytes / 4, for each sample
-    gather = (P - 1) * (machine.on_wire(product) + machine.latency)
+    product = work.interface_bytes**2 / (4 * work.interface_samples)  # 4 B n² for 4 B n bytes
+    jacobian = work.interface_rank * t.forward
+    inner = max(P - 2, 0)
+    half = min(inner, round(jacobian / max(t.backward, 1e-12)))
+    carried = {"scan": 0, "hybrid": half, "handed": None}[name]
+    times = RegionTimes(
+        forward=t.forward,
+        backward=t.backward,
+        jacobian=jacobian,
+        head=t.head,
+        extra=t.embed,
+        wire=machine.on_wire(work.interface_bytes),
+        product=machine.on_wire(product),
+        latency=machine.latency,
+    )
     canvas = machine.ring(work.shared, P)
-    seconds = chain + jacobian + gather + M * (t.backward + t.head) + canvas + t.optimizer
-    busy = P * (M * (t.embed + t.forward + t.backward) + jacobian + t.optimizer) + M * t.head
-    sent = (P - 1) * message + P * (P - 1) * product + _ring_bytes(work.shared, P)
-    return seconds, busy, sent, float(M)
+    seconds = region_span(P, M, times, carried) + canvas + _optimizers(P, work)
+    built = 0 if carried is None else inner - carried
+    busy = P * (M * (t.embed + t.forward + t.backward) + t.optimizer) + M * (t.head + built * jacobian)
+    hops = 0 if carried is None else built * max(1, math.ceil(math.log2(max(built, 1))))
+    sent = (P - 1) * M * 2 * work.interface_bytes + hops * M * product + _ring_bytes(work.shared, P)
+    return seconds, busy, sent, float(min(P, M))
 
 
 def _data(P: int, work: Work) -> Found:
@@ -364,7 +387,7 @@ _METHODS: dict[str, Any] = {
     "thin-late": lambda P, work: _late(P, work, thin=True),
     "staged": _staged,
     "free": _free,
-    "scan": _scan,
+    **{name: partial(_regions, name) for name in ("scan", "hybrid", "handed")},
     "data": _data,
 }
 

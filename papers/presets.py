@@ -105,6 +105,12 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(16, 400, 48, 3),
         "long": Size(40, 1600, 48, 3),
     },
+    "interface-verdict": {
+        "tiny": Size(0.1, 2, 8, 1),
+        "small": Size(15, 1600, 48, 3),
+        "long": Size(70, 1600, 48, 5),
+    },
+    "forward-sweeps": {"tiny": Size(0.1, 2, 8, 1), "small": Size(8, 400, 48, 3)},
     "masked-encoder": {"tiny": Size(0.1, 2, 8, 1), "small": Size(7, 400, 48, 3)},
     "leak": {"tiny": Size(0.1, (5,)), "small": Size(3, (500, 400))},
     "jacobians": {"tiny": Size(0.1, 2), "small": Size(5, 300)},

@@ -184,6 +184,18 @@ STUDIES: Mapping[str, Study] = {
         "nobody reads, each with the experiment that settles it (beside LBI, §3.1 and Table 2).",
         "latent_bounded_interfaces.interface_hypotheses",
     ),
+    "interface-verdict": Study(
+        "What bounded interfaces keep of depth, with controls",
+        "A model of regions with bounded interfaces comes close to the dense model (LBI, Table 2), asked "
+        "with a positive control, the right shallow one and tuned rates.",
+        "latent_bounded_interfaces.interface_verdict",
+    ),
+    "forward-sweeps": Study(
+        "The forward over depth in parallel sweeps",
+        "With the Jacobians that a scan has anyway, Newton's method solves the forward of all regions at "
+        "once in few sweeps. A question of ours (beside LBI, §3.2).",
+        "latent_bounded_interfaces.forward_sweeps",
+    ),
     "masked-encoder": Study(
         "A bounded interface in an encoder",
         "Where all positions may be read, a state of the whole sequence is legitimate, and regions that are "

@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from papers.fit import Watch, fit, trajectory
 from topograd.data import Loader, Prepared, windows
@@ -47,10 +47,12 @@ from topograd.exec.forward import stage_outputs
 from topograd.interfaces.ablation import silenced
 from topograd.interfaces.analysis import analyse
 from topograd.nn.config import ARCHITECTURES, Architecture, GPTConfig
+from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.session import build_stack, load_data
 from topograd.runs.topology_config import TopologyConfig
+from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
 WIDTH, CONTEXT, STEPS = 64, 128, 400
@@ -62,8 +64,10 @@ LOOKS = 4
 """Times that Jacobians are read, beside the last."""
 READ = ("local_norm", "suffix_norm", "rms", "message_spread")
 COARSE, FINE = "S=8,r=8,pool=tail", "S=128,r=32,pool=tail"
-PUBLISHED = {rank: f"S=1,r={rank},pool=mean,causal=false" for rank in (16, 32, 64)}
-"""The published interface by its rank: one state of the whole sequence, which sees the future."""
+PUBLISHED = {rank: f"published:r={rank}" for rank in (16, 32, 64)}
+"""The authors' own module by its rank: one state of the whole sequence, which sees the future."""
+RESIDUAL = "residual:r={half}"
+"""The positive control at half of the width; at all of it, it is the dense model."""
 RANKED: tuple[Architecture, ...] = ("transformer", "mamba3")
 """Architectures with every rank and every size of regions."""
 REGION_SIZES = {1: "1,1,1,1,1,1,1,1", 2: "2,2,2,2", 3: "3,3,2", 4: "4,4"}
@@ -82,6 +86,8 @@ class Case:
     partition: str = "2,2,2,2"
     interface: str | None = None
     seed: int = 0
+    shallow: bool = False
+    """Whether it is the layers of the last region alone."""
     width: int = WIDTH
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -94,7 +100,8 @@ class Case:
         layers = sum(int(part) for part in self.partition.split(","))
         return TrainConfig(
             topology=TopologyConfig(
-                partition=str(layers) if self.interface is None else self.partition, interface=self.interface
+                partition=str(layers) if self.interface is None else self.partition,
+                interface=self.interface and self.interface.format(half=self.width // 2),
             ),
             steps=steps,
             batch=8,
@@ -123,8 +130,9 @@ def headline(architecture: Architecture, seeds: Iterable[int] = range(3)) -> lis
     for seed in seeds:
         cases += [
             Case("dense", architecture, seed=seed),
-            Case("shallow", architecture, partition="2", seed=seed),
+            Case("shallow", architecture, shallow=True, seed=seed),
             Case(FINE, architecture, interface=FINE, seed=seed),
+            Case(RESIDUAL, architecture, interface=RESIDUAL, seed=seed),
             *(Case(PUBLISHED[r], architecture, interface=PUBLISHED[r], seed=seed) for r in ranks),
         ]
     return cases
@@ -168,10 +176,20 @@ class Fitted(NamedTuple):
 def trained(case: Case, steps: int = STEPS, watch: Watch | None = None) -> Fitted:
     """The case's model after its training, the text that it was trained on, and its losses."""
     config, data = load_data(case.config(steps))
-    stack, plan = build_stack(config)
+    stack, plan = build(case, config)
     loader = Loader(data.train, CONTEXT, config.batch, config.seed)
     losses = fit(stack, plan, loader, steps, config.optimizer, watch)
     return Fitted(stack, plan, data, losses)
+
+
+def build(case: Case, config: TrainConfig) -> tuple[Stack, Plan]:
+    """The case's model before its training; shallow is what a silent interface leaves of the dense one."""
+    stack, plan = build_stack(config)
+    if case.shallow:
+        last = int(case.partition.rpartition(",")[2])
+        stack.layers = nn.ModuleList(list(stack.layers)[-last:])
+        plan = prepare(stack, Topology.chain(str(last)))
+    return stack, plan
 
 
 def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from topograd.data import windows
 from topograd.interfaces.causality import future_gradient
 from topograd.nn.config import Architecture, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import add_interfaces
+from topograd.nn.interface_config import parse_interface
 from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig
 from topograd.topology.dag import Topology
@@ -57,8 +57,8 @@ def iid_loss(interface: str, steps: int = 500, seed: int = 0) -> float:
     """Cross entropy on fresh i.i.d. tokens after `steps` batches of them; ln 16 is the honest floor."""
     torch.manual_seed(seed)
     stack = GPT(layers=4, width=64, heads=2, vocab=VOCAB, context=LENGTH)
-    add_interfaces(stack, SegmentInterface.parse(interface), 2, 64, LENGTH)
-    plan = prepare(stack, Topology.regions("2,2"))
+    first = parse_interface(interface).first_region
+    plan = prepare(stack, Topology.regions("2,2", interface, first_region=first))
     fit(stack, plan, (iid_batch(32) for _ in range(steps)), steps, OptimizerConfig())
     return position_losses(stack, plan, *iid_batch(512)).mean().item()
 

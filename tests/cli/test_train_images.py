@@ -90,3 +90,47 @@ def test_bad_words_are_refused_by_their_flags(
     text = ["train", "--preset", "tiny", "--init", str(image_run.folder), "--out", str(tmp_path / "no")]
     assert "a run on images; give one on text" in refusal(capsys, *text)
     assert "runs of one kind" in refusal(capsys, "compare", str(image_run.folder), str(straight.folder))
+
+
+VIT = [
+    "--task",
+    "images",
+    "--data",
+    "digits",
+    "--model",
+    "vit",
+    "--depth",
+    "3",
+    "--widths",
+    "8",
+    "--heads",
+    "2",
+]
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["published:r=5", "published:r=5/4,read=both/message", "residual:r=2", "residual:r=2/3,bypass=0.5"],
+)
+def test_regions_of_an_encoder_by_a_scan(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention reads all patches, so one state of them all is no leak; the scan has autograd's gradients."""
+    flags = ["train", *VIT, "--partition", "1,1,1", "--interface", form, "--steps", "3", "--batch", "4"]
+    plain = answer(capsys, *flags, "--out", str(tmp_path / "plain"), JSON)
+    run = str(tmp_path / "run")
+    scanned = answer(capsys, *flags, "--backward", "scan", "--out", run, "--stop-after", "1", JSON)
+    scanned = answer(capsys, "train", "--resume", run, JSON)
+    losses = [found["loss"]["prediction"] for found in (plain, scanned)]  # type: ignore[index]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert answer(capsys, "eval", run, JSON)["accuracy"] == scanned["accuracy"]
+
+
+def test_interfaces_that_do_not_fit_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["train", *VIT, "--partition", "1,1,1", "--steps", "1", "--out", str(tmp_path / "run")]
+    assert "published or residual where layers read all positions" in refusal(
+        capsys, *flags, "--interface", "S=4,r=4"
+    )
+    mlp = ["train", "--task", "images", "--data", "digits", "--model", "mlp", "--partition", "1,1,1"]
+    out = ["--out", str(tmp_path / "other")]
+    assert "shape of the embedding, as vit" in refusal(capsys, *mlp, "--interface", "residual:r=2", *out)

@@ -46,6 +46,7 @@ SCAN = ["--partition", "1,1,1,1", "--model.layers", "4", "--interface", "S=4,r=4
     [
         "--backward scan --jacobian pullback --jacobian-chunk 2",
         "--backward hybrid --jacobian batched",
+        "--backward hybrid --carried 1",
         "--backward scan --jacobian forward --recompute",
         "--recompute",
     ],
@@ -66,7 +67,12 @@ def test_every_backward_has_autograds_losses_and_resumes(
     assert losses("whole") == pytest.approx(losses("plain"), abs=rounding)
 
 
-@pytest.mark.parametrize("form", ["residual:r=2", "residual:r=2,basis=learned"])
+OWN = "tests.nn.test_interface_config:Half:"
+
+
+@pytest.mark.parametrize(
+    "form", ["residual:r=2/4", "residual:r=2,basis=learned", "attention:S=4,r=4", "S=4,r=4,maps=monarch", OWN]
+)
 def test_another_form_trains_by_a_scan_resumes_and_writes(
     size: list[str], call: Any, tmp_path: Path, form: str
 ) -> None:
@@ -100,6 +106,10 @@ def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path)
         ("--interface S=4,r=4,pool=max", "pool 'max' is unknown; choose one of tail, mean, cumulative"),
         ("--interface segments=4", "write it as S=8,r=8,pool=tail"),
         ("--interface butterfly:r=4", "interface 'butterfly' is unknown; choose one of segments, residual"),
+        ("--partition 1,1,2 --interface residual:r=2/3/4", "one for each boundary: 2"),
+        ("--partition 1,1,2 --interface S=2/4,r=4/5/6", "must be one value, or one for each boundary"),
+        ("--interface residual:r=2,bypass=2", "it must be in 0 to 1"),
+        ("--carried 1", "--carried is 1, which nothing uses; give backward hybrid"),
         ("--interface S=1,r=4,pool=mean,causal=false", "sees the future; use a causal form"),
         ("--interface published:r=4", "sees the future; use a causal form"),
         (

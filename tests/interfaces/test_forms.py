@@ -17,12 +17,18 @@ from topograd.interfaces.causality import future_gradient
 from topograd.interfaces.engines import Hybrid, Scan
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.nn.interface_config import InterfaceSettings, parse_interface
+from topograd.nn.interface_config import InterfaceSettings, parse_interface, parse_interfaces
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
 VOCAB, CONTEXT, WIDTH = 11, 6, 8
-FORMS: dict[str, InterfaceSettings] = {
+FORMS: dict[str, InterfaceSettings | tuple[InterfaceSettings, ...]] = {
+    "attention": parse_interface("attention:S=3,r=4"),
+    "monarch": parse_interface("S=3,r=4,maps=monarch"),
+    "bypass": parse_interface("residual:r=3,bypass=0.3"),
+    "residual-ranks": parse_interfaces("residual:r=2/4/3", 3),
+    "segments-ranks": parse_interfaces("S=3/2/3,r=5/3/4", 3),
+    "published-ranks": parse_interfaces("published:r=5/3/4,read=both/both/message", 3),
     "residual": parse_interface("residual:r=3"),
     "residual-full": parse_interface(f"residual:r={WIDTH}"),
     "residual-learned": parse_interface("residual:r=3,basis=learned"),
@@ -41,7 +47,7 @@ ENGINES: dict[str, GradientEngine] = {
 
 def model(form: str, architecture: str = "transformer") -> tuple[GPT, Topology]:
     settings = FORMS[form]
-    topology = Topology.regions("2,1,1,1", first_region=settings.first_region)
+    topology = Topology.regions("2,1,1,1", first_region=first(form).first_region)
     torch.manual_seed(0)
     stack = GPT(
         layers=5,
@@ -57,6 +63,11 @@ def model(form: str, architecture: str = "transformer") -> tuple[GPT, Topology]:
         for parameter in stack.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return stack, topology
+
+
+def first(form: str) -> InterfaceSettings:
+    settings = FORMS[form]
+    return settings[0] if isinstance(settings, tuple) else settings
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -108,10 +119,10 @@ def test_other_architectures(form: str, architecture: str) -> None:
 def test_a_form_says_whether_it_is_causal(form: str) -> None:
     stack, topology = model(form)
     leak = future_gradient(stack, Plan.of(topology, 5), batch()[0])
-    assert (leak == 0) == FORMS[form].causal
+    assert (leak == 0) == first(form).causal
 
 
-@pytest.mark.parametrize("form", ["residual", "published"])
+@pytest.mark.parametrize("form", ["residual", "published", "attention"])
 def test_formulas_by_hand_know_segments_only(form: str) -> None:
     stack, topology = model(form)
     with refused(ConfigError, setting="jacobian", given="pullback"):

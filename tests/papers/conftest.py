@@ -45,8 +45,8 @@ def small_cases(few_words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = interfaces.Case.config
 
     def config(self: interfaces.Case, steps: int = 3) -> TrainConfig:
-        found = whole(self, steps)
-        return replace(found, data=few_words, batch=2, model=found.model.changed(width=16))
+        found = whole(replace(self, width=16), steps)
+        return replace(found, data=few_words, batch=2)
 
     monkeypatch.setattr(interfaces.Case, "config", config)
 

@@ -108,7 +108,7 @@ def joined(parallel: str, **facts: Any) -> Iterator[Ranks]:
 
 def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **options: Any) -> StageLoop:
     prior = any(map(uses_prior, objectives_of(plan)))
-    crossing = plan.topology.interface is not None
+    crossing = plan.topology.interface is not None and options.pop("backward", "scan") == "scan"
     layout = Layout.of(plan, ranks.config.stages, with_prior=prior, stack=stack, crossing=crossing)
     keep_own(stack, layout, ranks.place)
     if ranks.config.shard:
@@ -116,7 +116,10 @@ def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **
     made = make_optimizers(stack, OptimizerConfig(name=optimizer), plan)
     part_shards(made)
     if crossing:
-        options["gradient"] = RegionScan(options.pop("jacobian", "loop"), ranks=ranks)
+        carried = options.pop("carried", 0)
+        options["gradient"] = RegionScan(
+            options.pop("jacobian", "loop"), carried=carried, ranks=ranks, owners=layout.owners
+        )
     transport = MeshTransport(ranks, layout)
     return StageLoop(stack, made, ranks=ranks, layout=layout, transport=transport, **options)
 

@@ -56,7 +56,9 @@ class Scan:
     adjoints: Tensor | None = field(default=None, init=False)
     """Of the last step, m̄_1 ... m̄_{K-1} as far as gradient reaches, (K-1, batch, n)."""
     jacobians: Tensor | None = field(default=None, init=False)
-    """Of the last step, J of the inner regions that have one, (count, batch, n, n)."""
+    """Of the last step, J of the inner regions that have one, (count, batch, n, n); n is that of the
+    longest message, and shorter ones have zeros."""
+    _taped: dict[int, dict[int, Tape | None]] = field(default_factory=dict, init=False, repr=False)
     crosses_ranks: ClassVar[bool] = False
 
     def begin(self, graph: StepGraph) -> None:
@@ -87,6 +89,7 @@ class Scan:
             check_rows(self._regions, k)
         self._recompute = graph.recompute
         self._tapes: dict[int, Tape | None] = {}
+        self._taped[id(graph)] = self._tapes  # several steps may be open
         if self.jacobian == "pullback":
             self._check_pullback()
 
@@ -116,21 +119,26 @@ class Scan:
     def finish(self, graph: StepGraph) -> None:
         stages = list(graph.pending.values())
         graph.pending.clear()
+        self._tapes = self._taped.pop(id(graph))
         early = [stage for stage in stages if stage.planned.index < self._building.stop]
         jacobians = [self._jacobian(stage) for stage in early if stage.planned.index > 0 and stage.leaves]
-        late = self._backwards(stages[len(early) :], graph.scale)  # the first that touches `.grad`
+        late = self.backwards(stages[len(early) :], graph.scale)  # the first that touches `.grad`
         behind = self.adjoint_behind(late[0] if late else None, jacobians, early)
         if behind is None:  # nothing before the last regions learns
             return
+        most = max(n for one in (behind, *jacobians, *late) for n in one.shape[1:])
+        behind = _widened(behind, most)
         adjoints = behind[None]
         if jacobians:
-            self.jacobians = torch.stack(jacobians)
+            self.jacobians = torch.stack([_widened(J, most) for J in jacobians])
             adjoints = suffix_adjoints(self.jacobians, behind, self.scan)
-        self.adjoints = torch.cat((adjoints, *(one[None].to(adjoints) for one in late[1:])))
+        rest = (_widened(one, most)[None].to(adjoints) for one in late[1:])
+        self.adjoints = torch.cat((adjoints, *rest))
         for stage, adjoint in zip(reversed(early), adjoints.flip(0), strict=False):
             (message,) = stage.sent.values()
             if message.value.requires_grad:
-                message.gradient = adjoint.view_as(message.value).to(message.value)
+                n = message.value[0].numel()
+                message.gradient = adjoint[:, :n].view_as(message.value).to(message.value)
                 stage.leaves = []  # what it would hand on is known
                 stage.backward(graph.scale)
 
@@ -149,8 +157,7 @@ class Scan:
         check_jacobian(ran, J, self.jacobian, self.trimmed)
         return J
 
-    @staticmethod
-    def _backwards(stages: Sequence[PendingStage], scale: float) -> list[Tensor]:
+    def backwards(self, stages: Sequence[PendingStage], scale: float) -> list[Tensor]:
         """Run backwards one after the other, the last first; the adjoints (batch, n) of what came in."""
         adjoints: list[Tensor] = []
         for stage in reversed(stages):
@@ -159,6 +166,17 @@ class Scan:
                 assert source.gradient is not None, "a region is a function of its message"
                 adjoints.insert(0, source.gradient.flatten(1))
         return adjoints
+
+
+def _widened(values: Tensor, n: int) -> Tensor:
+    """(batch, n) or (batch, n, n) with zeros where a message is shorter than the longest: products of such
+    matrices are the products themselves, widened."""
+    shape = (len(values), *(n for _ in values.shape[1:]))
+    if values.shape == shape:
+        return values
+    wide = values.new_zeros(shape)
+    wide[tuple(slice(0, size) for size in values.shape)] = values
+    return wide
 
 
 @dataclass

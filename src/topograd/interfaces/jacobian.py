@@ -99,25 +99,25 @@ def recording(regions: Regions, region: int, way: Jacobian) -> Iterator[Tape | N
 def interface_jacobian(
     seen: Visit, way: Jacobian = "loop", chunk: int | None = None, trimmed: bool = True
 ) -> Tensor:
-    """J (B, n, n) of one visit, in float32 or better; `chunk` rows or columns at a time, where a way takes
-    several."""
+    """J (B, n', n) of one visit, in float32 or better; `chunk` rows or columns at a time, where a way takes
+    several. n is the size of what came in, n' of what went out."""
     if chunk is not None and (chunk < 1 or way == "loop"):
         allowed = "at least 1" if chunk < 1 else "left out, since jacobian 'loop' takes one row at a time"
         raise ConfigError(setting="chunk", given=chunk, allowed=allowed)
     out = seen.message_out
-    batch, states, rank = out.shape
+    states = out.shape[1]
     dtype = torch.promote_types(out.dtype, torch.float32)  # products of bfloat16 would be off by 4e-3
     if way == "forward":
         J = _forward(seen, chunk).to(dtype)
     else:
         pull = {"loop": _loop, "batched": _batched, "pullback": _by_hand}[way]
-        J = torch.zeros((batch, states, rank, states, rank), dtype=dtype, device=out.device)
+        J = torch.zeros((*out.shape, *seen.message_in.shape[1:]), dtype=dtype, device=out.device)
         for s in range(states):
             basis = _basis(seen.relay_out, out[:, s].detach())
             pulled = pull(seen, s, basis.permute(2, 0, 1).to(out.dtype), chunk, trimmed).to(dtype)
             with torch.autocast(out.device.type, enabled=False):
                 J[:, s, :, : pulled.shape[2]] = torch.einsum("bri,ibtq->brtq", basis, pulled)
-    return J.reshape(batch, states * rank, states * rank)
+    return J.flatten(3).flatten(1, 2)
 
 
 def _basis(relay: BoundedRelay, m: Tensor) -> Tensor:
@@ -132,7 +132,8 @@ def _basis(relay: BoundedRelay, m: Tensor) -> Tensor:
 def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:
     """m_{k+1}[s], and the leaf m_k of its graph: of the positions before segment s alone, if trimmed."""
     segment = seen.relay_out.segment
-    if not trimmed or segment is None or s == seen.message_out.shape[1] - 1:
+    whole = not trimmed or seen.regions.stack.reads_ahead
+    if whole or segment is None or s == seen.message_out.shape[1] - 1:
         return seen.message_out[:, s], seen.message_in
     time = (s + 1) * segment
     inputs, x0 = seen.ctx.inputs[:, :time], seen.ctx.x0[:, :time].detach()
@@ -178,7 +179,7 @@ def _by_hand(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool
 def by_hand(regions: Regions, region: int) -> SegmentRelay:
     """The relay behind a region, whose parts the hand-written pullback must know."""
     relay = regions.relays[region]
-    if not isinstance(relay, SegmentRelay):
+    if type(relay) is not SegmentRelay:
         raise ConfigError(
             setting="jacobian",
             given="pullback",
@@ -205,8 +206,8 @@ def _pooled(output: Tensor, relay: SegmentRelay, s: int) -> tuple[Tensor, Tensor
 
 
 def _forward(seen: Visit, chunk: int | None) -> Tensor:
-    """(B, states, r, states, r) by columns: a tangent at one number of m_k, in all samples at once."""
-    batch, states, rank = seen.message_in.shape
+    """(B, states', r', states, r) by columns: a tangent at one number of m_k, in all samples at once."""
+    states, rank = seen.message_in.shape[1:]
     m_k = seen.message_in.detach()
 
     def transition(m: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ def _forward(seen: Visit, chunk: int | None) -> Tensor:
 
     basis = torch.eye(states * rank, device=m_k.device, dtype=m_k.dtype).view(-1, states, rank)
     columns = [_checked(column, part) for part in basis.split(chunk or 1)]
-    return torch.cat(columns).view(states, rank, batch, states, rank).permute(2, 3, 4, 0, 1)
+    return torch.cat(columns).unflatten(0, (states, rank)).permute(2, 3, 4, 0, 1)
 
 
 def _checked(column: Callable[[Tensor], Tensor], tangents: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
 MAX_SIZE = 2**31 - 1
 """The largest allowed size."""
 Pool = Literal["tail", "mean", "cumulative"]
-Maps = Literal["mlp", "linear", "gated"]
+Maps = Literal["mlp", "linear", "gated", "monarch"]
 MIN_RANK = 3
 """A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
 
@@ -248,7 +248,7 @@ class SegmentInterface:
     pool: Pool = "tail"
     """What a segment sends: its last position, its mean, or the mean of all so far."""
     maps: Maps = "mlp"
-    """Encoder and decoder: two layers, one, or one with a gate."""
+    """Encoder and decoder: two layers, one, one with a gate, or two of which one is a Monarch matrix."""
     causal: bool = True
     """False pools as the published interface does, the mean of the whole sequence: LEAKY, every position sees
     all later ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""

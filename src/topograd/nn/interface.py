@@ -23,10 +23,12 @@ is kept here under `causal=False` only. The canvas x0 reaches every region; it d
 Shapes: h (batch, T, width), m (batch, S - 1, rank). LN has no gain; its ε is so small that the two directions
 that it destroys (the mean, and m itself) are destroyed exactly, which `interfaces/jacobian.py` uses. Cost per
 boundary: S - 1 positions of Enc and Dec, about 2 width² multiply-adds each with `mlp`, rank·width with
-`linear`, 2 rank·width with `gated`.
+`linear`, 2 rank·width with `gated`, about 2 width^1.5 with `monarch`.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -35,29 +37,58 @@ from torch import Tensor, nn
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.config import Maps, SegmentInterface
 from topograd.nn.interface_config import InterfaceSettings
-from topograd.nn.relays import BoundedRelay, CausalRelay
+from topograd.nn.relays import BoundedRelay, CausalRelay, fit_rank
 from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
 
 EPSILON = 1e-24
 
 
+class Monarch(nn.Module):
+    """A square map of width d = b c as two block-diagonal ones with a transposition between them:
+
+        y[i, j] = Σ_k weight[j, i, k] (Σ_l inner[k, j, l] x[k, l]),        x, y as b × c
+
+    d (b + c) multiply-adds instead of d², b the divisor of d nearest to √d. After Dao et al. 2022, "Monarch:
+    Expressive Structured Matrices"; where d is prime it is a plain matrix of two factors.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        b = max(k for k in range(1, math.isqrt(width) + 1) if width % k == 0)
+        c = width // b
+        self.inner = nn.Parameter(torch.randn(b, c, c) / math.sqrt(c))
+        self.weight = nn.Parameter(torch.randn(c, b, b) / math.sqrt(b))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.einsum("...kl,kjl->...kj", x.unflatten(-1, (len(self.inner), -1)), self.inner)
+        return torch.einsum("...kj,jik->...ij", mixed, self.weight).flatten(-2)
+
+
 class Map(nn.Module):
-    """An encoder or a decoder: two layers with a GELU, one layer, or one with a sigmoid gate."""
+    """An encoder or a decoder: two layers with a GELU, one layer, or one with a sigmoid gate; `monarch` is
+    two layers of which the square one is structured."""
 
     def __init__(self, kind: Maps, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
         self.kind = kind
-        first, last = (hidden, hidden) if kind == "mlp" else (outputs, inputs)
-        self.inner = nn.Linear(inputs, first, bias=False) if kind != "linear" else None
-        self.outer = nn.Linear(last, outputs, bias=False)
+        first, last = (hidden, hidden) if kind in ("mlp", "monarch") else (outputs, inputs)
+        self.inner = _layer(kind, inputs, first) if kind != "linear" else None
+        self.outer = _layer(kind, last, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.inner is None:
-            return self.outer(x)
-        if self.kind == "gated":
-            return self.outer(x) * torch.sigmoid(self.inner(x))
-        return self.outer(F.gelu(self.inner(x)))
+            out: Tensor = self.outer(x)
+        elif self.kind == "gated":
+            out = self.outer(x) * torch.sigmoid(self.inner(x))
+        else:
+            out = self.outer(F.gelu(self.inner(x)))
+        return out
+
+
+def _layer(kind: Maps, inputs: int, outputs: int) -> nn.Module:
+    square = kind == "monarch" and inputs == outputs
+    return Monarch(inputs) if square else nn.Linear(inputs, outputs, bias=False)
 
 
 class SegmentRelay(BoundedRelay, CausalRelay):
@@ -73,7 +104,7 @@ class SegmentRelay(BoundedRelay, CausalRelay):
         self.encode = Map(settings.maps, width, width, settings.rank)
         self.decode = Map(settings.maps, settings.rank, width, width)
         self.alpha = None if first else nn.Parameter(torch.tensor(1.0))
-        nn.init.zeros_(self.decode.outer.weight)
+        nn.init.zeros_(self.decode.outer.get_parameter("weight"))
 
     def ends(self, time: int) -> int:
         """The number of segments of `time` positions that are full and have one after them."""
@@ -111,8 +142,12 @@ class SegmentRelay(BoundedRelay, CausalRelay):
         """LN(m + α Enc(pooled)); the first boundary received no state, only the canvas."""
         m = self.encode(pooled)
         if self.alpha is not None and received is not None:
-            m = received[:, : m.shape[1]] + self.alpha * m
+            m = fit_rank(received[:, : m.shape[1]], m.shape[-1]) + self.alpha * m
         return F.layer_norm(m, m.shape[-1:], eps=EPSILON)
+
+    def parameters_by_end(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        sending = [*self.encode.parameters(), *([] if self.alpha is None else [self.alpha])]
+        return sending, list(self.decode.parameters())
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         time = ctx.x0.shape[1]
@@ -173,15 +208,24 @@ def _at(values: Tensor, positions: Tensor) -> Tensor:
     return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def add_interfaces(stack: Stack, settings: InterfaceSettings, regions: int, width: int, context: int) -> None:
-    """Add the relays of `Topology.regions` that the stack lacks, of any form."""
-    settings.check(context, width)
+def add_interfaces(
+    stack: Stack,
+    settings: InterfaceSettings | tuple[InterfaceSettings, ...],
+    regions: int,
+    width: int,
+    context: int,
+) -> None:
+    """Add the relays of `Topology.regions` that the stack lacks, of any form; one for each boundary, or all
+    alike."""
+    each = settings if isinstance(settings, tuple) else (settings,) * (regions - 1)
+    for one in each:
+        one.check(context, width)
     like = next(stack.parameters())
     before: BoundedRelay | None = None
-    for region in range(settings.first_region, regions):
+    for region in range(each[0].first_region, regions):
         name = interface_name(region)
         if name not in stack.learned_relays():
-            relay = settings.build(width, context, before)
+            relay = each[max(region - 1, 0)].build(width, context, before)
             stack.add_relay(name, relay.to(like.device, like.dtype))
         before = bounded_relay(stack, name)
 

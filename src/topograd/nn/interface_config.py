@@ -1,8 +1,10 @@
 """Forms of bounded interfaces by name, and their settings in words. Imports no torch.
 
 A form is written FORM:KEY=VALUE,..., as `residual:r=8`; without a form's name it is `segments`, as `S=8,r=8`.
+A value for each boundary is written with slashes: `residual:r=8/16` is of three regions.
 
     segments    causal states of segments (`nn/interface.py`), the default
+    attention   the same, pooled and read by attention (`nn/attention_interface.py`)
     residual    the hidden state less the canvas, in a subspace (`nn/residual_interface.py`)
     published   the interface of "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" as its
                 authors wrote it (`nn/published_interface.py`); not causal
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from topograd.nn.relays import BoundedRelay
 
 Basis = Literal["fixed", "learned"]
+Read = Literal["both", "message"]
 
 
 class InterfaceSettings(Protocol):
@@ -52,15 +55,38 @@ INTERFACES: Registry[type[InterfaceSettings]] = Registry(
         "segments": "topograd.nn.config:SegmentInterface",
         "residual": "topograd.nn.interface_config:ResidualInterface",
         "published": "topograd.nn.interface_config:PublishedInterface",
+        "attention": "topograd.nn.attention_interface:AttentionInterface",
     },
 )
+
+
+def parse_interfaces(text: str, boundaries: int | None = None) -> tuple[InterfaceSettings, ...]:
+    """The settings of each boundary, or one of them for all; with `boundaries`, one for each.
+
+    >>> [one.rank for one in parse_interfaces("residual:r=8/16")]
+    [8, 16]
+    """
+    form, colon, settings = text.rpartition(":")
+    parts = [part.split("=", 1) for part in settings.split(",")]
+    choices = [part[-1].split("/") for part in parts]
+    count = max(map(len, choices))
+    uneven = any(len(values) not in (1, count) for values in choices)
+    if uneven or (boundaries is not None and count not in (1, boundaries)):
+        allowed = "one value, or one for each boundary" + (f": {boundaries}" if boundaries else "")
+        raise ConfigError(setting="interface", given=text, allowed=allowed)
+    made = []
+    for i in range(count):
+        values = (values[i if len(values) > 1 else 0] for values in choices)
+        words = ("=".join((*part[:-1], value)) for part, value in zip(parts, values, strict=True))
+        made.append(parse_interface(form + colon + ",".join(words)))
+    return tuple(made) if boundaries is None or count > 1 else tuple(made * boundaries)
 
 
 def parse_interface(text: str) -> InterfaceSettings:
     """The settings of FORM:KEY=VALUE,...
 
     >>> parse_interface("residual:r=8")
-    ResidualInterface(rank=8, basis='fixed', seed=0)
+    ResidualInterface(rank=8, basis='fixed', seed=0, bypass=0.0)
     >>> parse_interface("S=4,r=16")
     SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
     """
@@ -85,13 +111,14 @@ def parse_settings(text: str, keys: Mapping[str, tuple[str, type]]) -> dict[str,
     return settings
 
 
-def _value(key: str, value: str, kind: type) -> int | str | bool:
-    if kind is int:
+def _value(key: str, value: str, kind: type) -> float | str | bool:
+    if kind in (int, float):
         try:
-            return int(value)
+            return int(value) if kind is int else float(value)
         except ValueError:
+            allowed = "a whole number" if kind is int else "a number"
             raise ConfigError(
-                f"interface {key} is {value!r}", setting="interface", given=value, allowed="a whole number"
+                f"interface {key} is {value!r}", setting="interface", given=value, allowed=allowed
             ) from None
     if kind is bool:
         if value.lower() not in ("true", "false"):
@@ -112,6 +139,8 @@ class ResidualInterface:
     has its own."""
     seed: int = 0
     """Of U."""
+    bypass: float = 0.0
+    """The share of all other directions that crosses too: 0 bounds the interface, 1 is the dense model."""
     first_region: ClassVar[int] = 1
     causal: ClassVar[bool] = True
 
@@ -123,13 +152,14 @@ class ResidualInterface:
             raise ConfigError(setting="rank", given=self.rank, allowed="at least 1")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
+        if not 0 <= self.bypass <= 1:
+            raise ConfigError(setting="bypass", given=self.bypass, allowed="in 0 to 1")
 
     @classmethod
     def parse(cls, text: str) -> ResidualInterface:
         """The settings of a text such as r=8,basis=learned."""
-        return cls(
-            **parse_settings(text, {"r": ("rank", int), "basis": ("basis", str), "seed": ("seed", int)})
-        )
+        keys = {"r": ("rank", int), "basis": ("basis", str), "seed": ("seed", int)}
+        return cls(**parse_settings(text, {**keys, "bypass": ("bypass", float)}))
 
     def check(self, context: int, width: int) -> None:
         if self.rank > width:
@@ -147,6 +177,9 @@ class PublishedInterface:
 
     rank: int = 16
     """r, the size of the state."""
+    read: Read = "both"
+    """What a region reads: the canvas and the state, or the state alone (message). With message at the last
+    boundary, the loss sees the sequence through the last state only."""
     first_region: ClassVar[int] = 0
     causal: ClassVar[bool] = False
 
@@ -154,11 +187,13 @@ class PublishedInterface:
         if self.rank < 3:
             allowed = "at least 3, for a LayerNorm of fewer numbers passes no gradient"
             raise ConfigError(setting="rank", given=self.rank, allowed=allowed)
+        if self.read not in get_args(Read):
+            raise ConfigError(setting="read", given=self.read, allowed=f"one of {', '.join(get_args(Read))}")
 
     @classmethod
     def parse(cls, text: str) -> PublishedInterface:
-        """The settings of a text such as r=16."""
-        return cls(**parse_settings(text, {"r": ("rank", int)}))
+        """The settings of a text such as r=16 or r=16,read=both/message."""
+        return cls(**parse_settings(text, {"r": ("rank", int), "read": ("read", str)}))
 
     def check(self, context: int, width: int) -> None:
         """Any context and width will do."""

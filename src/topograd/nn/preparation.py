@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from topograd.errors import StackError
+from topograd.errors import ConfigError, StackError
 from topograd.nn.aux_heads import add_auxiliaries
 from topograd.nn.interface import add_interfaces
-from topograd.nn.interface_config import parse_interface
+from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.learned_relays import add_relays
+from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack, check_stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -35,8 +36,15 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
     add_relays(stack, wanted)
     add_auxiliaries(stack, plan)
     if wanted.interface is not None:
-        settings = parse_interface(wanted.interface)
+        settings = parse_interfaces(wanted.interface, len(plan.stages) - 1)
         add_interfaces(stack, settings, len(plan.stages), stack.width, stack.context)
+        cut = [relay for relay in stack.learned_relays().values() if isinstance(relay, CausalRelay)]
+        if stack.reads_ahead and cut:
+            raise ConfigError(
+                setting="interface",
+                given=wanted.interface,
+                allowed="published or residual where layers read all positions, for segments are cut apart",
+            )
     for parameter in _to_freeze(stack, plan):
         parameter.requires_grad_(False)
     return plan

@@ -10,6 +10,10 @@ Enc and Dec are two linear layers with biases and a SiLU between them, as wide a
 gain, a shift and PyTorch's ε; α begins at 0.5. Nothing begins at zero. The last region's Enc, whose state
 nobody reads, is left out.
 
+Where ranks differ from boundary to boundary, m_k is cut to the first r_{k+1} numbers, or zeros are added. A
+region whose settings say read=message gets Dec(m_k) alone at every position: the loss of the last one is then
+a function of m_K, as the paper's theorem has it.
+
 Shapes: h (batch, T, width), m (batch, 1, r). Cost per boundary: one Enc and one Dec for a sequence, about
 2 width² multiply-adds each. Limits: every position reads the mean of all positions, so it is for encoders; as
 a next-token model it sees the future. The canvas is the stack's own x0, which a GPT of this package
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.nn.interface_config import PublishedInterface
-from topograd.nn.relays import BoundedRelay
+from topograd.nn.relays import BoundedRelay, fit_rank
 from topograd.nn.stack import LayerContext
 
 ALPHA = 0.5
@@ -70,7 +74,13 @@ class PublishedRelay(BoundedRelay):
         assert received is not None, "every region receives a state or the canvas"
         for start in self._start:
             received = start(received.mean(1, keepdim=True))
-        return self.norm(received + torch.tanh(self.alpha) * self.encode(h.mean(1, keepdim=True)))
+        made = torch.tanh(self.alpha) * self.encode(h.mean(1, keepdim=True))
+        return self.norm(fit_rank(received, made.shape[-1]) + made)
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
-        return ctx.x0 + self.decode(message)
+        decoded = self.decode(message)
+        return decoded.expand_as(ctx.x0) if self.settings.read == "message" else ctx.x0 + decoded
+
+    def parameters_by_end(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        sending = [*self.encode.parameters(), *self.norm.parameters(), self.alpha]
+        return sending, list(self.decode.parameters())

@@ -75,6 +75,11 @@ class BoundedRelay(nn.Module, ABC):
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         """The region's input."""
 
+    def parameters_by_end(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters that `send` uses, and those that `receive` uses: on ranks each end keeps its own."""
+        every = list(self.parameters())
+        return every, every
+
     def rows(self, context: int) -> int | None:
         """How many rows of a Jacobian a scan must build with this context; None if it is not known."""
         return None
@@ -83,6 +88,11 @@ class BoundedRelay(nn.Module, ABC):
         """(..., r, q): an orthonormal basis of the directions in which a state m (..., r) can move, in
         float32 or better; None means all r."""
         return None
+
+
+def fit_rank(m: Tensor, rank: int) -> Tensor:
+    """The first `rank` numbers of each state, with zeros where there are fewer."""
+    return m if m.shape[-1] == rank else F.pad(m[..., :rank], (0, max(rank - m.shape[-1], 0)))
 
 
 class Identity:

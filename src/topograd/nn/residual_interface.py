@@ -14,6 +14,12 @@ The same x, the same Jacobians, the same adjoints; and `send` needs no canvas. A
 x = h: the model is the dense one up to rounding. So this form is the positive control of every other: it
 tells "carries too little" from "was not learned".
 
+With a bypass β the other directions cross too, less loudly, and the message is h itself, width numbers:
+
+    x = x0 + β (h - x0) + (1 - β) U Uᵀ (h - x0)
+
+which is the bounded form at β = 0 and the dense model at β = 1: a way from one to the other.
+
 Shapes: h (batch, T, width), message (batch, T, r). A fixed U does not learn and is one for all boundaries, as
 the statement has it. A learned U is the Q of the QR of a matrix of each boundary's own, and only its span
 matters: x = x0 + U Uᵀ (h - x0). Cost per position and end: r·width multiply-adds; a learned U adds width·r²
@@ -45,7 +51,7 @@ class ResidualRelay(BoundedRelay):
         self.basis = nn.Parameter(U, requires_grad=settings.basis == "learned")
 
     def rows(self, context: int) -> int:
-        return context * self.settings.rank
+        return context * (len(self.basis) if self.settings.bypass else self.settings.rank)
 
     def directions(self) -> Tensor:
         """U (width, r)."""
@@ -55,8 +61,11 @@ class ResidualRelay(BoundedRelay):
         return torch.linalg.qr(exact).Q.to(self.basis.dtype)
 
     def send(self, h: Tensor, received: Tensor | None) -> Tensor:
-        return h @ self.directions()
+        return h if self.settings.bypass else h @ self.directions()
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
-        U = self.directions()
-        return ctx.x0 + (message - ctx.x0 @ U) @ U.T
+        U, bypass = self.directions(), self.settings.bypass
+        if not bypass:
+            return ctx.x0 + (message - ctx.x0 @ U) @ U.T
+        change = message - ctx.x0
+        return ctx.x0 + bypass * change + (1 - bypass) * (change @ U) @ U.T

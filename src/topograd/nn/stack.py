@@ -73,6 +73,8 @@ class Stack(nn.Module):
     """Base of every model here. Subclasses set `layers` and write `embed` and `readout`."""
 
     layers: nn.ModuleList
+    reads_ahead: bool = False
+    """Whether a layer lets a position read later ones, as an encoder's do."""
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         """x0 from the inputs; `previous` is the token before them, for stacks that embed it too."""

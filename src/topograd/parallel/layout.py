@@ -101,6 +101,8 @@ class Layout:
 
     def ahead(self, rank: int) -> int:
         """The batches that a rank runs forward before the first gradient comes back to it: 1F1B's."""
+        if self.crossing:
+            return self.ranks - 1 - rank
         late = self.plan.lateness
         last = rank
         for reader, number in self.back_edges:  # in order of stages
@@ -166,7 +168,7 @@ class Layout:
             for port in [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]:
                 relay = stack.learned_relays().get(port.relay)
                 # a bounded interface computes at the sending end too
-                for p in relay.parameters() if isinstance(relay, BoundedRelay) else ():
+                for p in relay.parameters_by_end()[0] if isinstance(relay, BoundedRelay) else ():
                     users.setdefault(id(p), set()).add(rank)
         private = {id(p) for p in self.embedding(stack)} if self.private else set()
         several = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]

@@ -118,7 +118,7 @@ class RankTask(RunTask):
             ranks.config.stages,
             with_prior=prior,
             stack=self.stack,
-            crossing=config.topology.backward == "scan",
+            crossing=config.topology.backward != "autograd",
         )
         if self.layout.back_edges or self.plan.late:
             _check_gradient(config, ranks)
@@ -153,7 +153,14 @@ class RankTask(RunTask):
         given["transport"] = MeshTransport(self.ranks, self.layout)
         if self.layout.crossing:
             table = self.config.topology
-            given["gradient"] = RegionScan(table.jacobian, table.jacobian_chunk, ranks=self.ranks)
+            carried = 0 if table.backward == "scan" else table.carried
+            given["gradient"] = RegionScan(
+                table.jacobian,
+                table.jacobian_chunk,
+                carried=carried,
+                ranks=self.ranks,
+                owners=self.layout.owners,
+            )
         self.loop = StageLoop(**given, ranks=self.ranks, layout=self.layout)
 
     def should_stop(self, interrupted: Callable[[], bool]) -> bool:
@@ -211,10 +218,6 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     check_whole(config)
     if config.geometry_every:
         raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
-    if config.topology.interface is not None and config.topology.backward != "scan":
-        raise ConfigError(
-            setting="backward", given=config.topology.backward, allowed="scan with --parallel and interfaces"
-        )
     if config.accumulate % ranks.config.replicas:
         raise ConfigError(
             setting="accumulate",

@@ -17,6 +17,11 @@ earlier ranks only. Everything is float32 or better, whatever autocast computes 
 over a rank's own Jacobians is local, and so is every region's backward (`interfaces/engines.py`). The canvas
 x0 and the interfaces, which two ranks use, are added up with all else that is shared (`stage_loop.py`).
 
+Where the last `carried` regions hand the adjoint on (`Hybrid`), the ranks behind the one with the first of
+them, q, do so by their own backwards, a row of n numbers from each to the one before it. Rank q then stands
+for the last one above; ranks before it have built their Jacobians meanwhile. Micro-batches are pipelined as
+in 1F1B: a rank runs as many of them forward as ranks lie behind it, then scans and runs forward in turns.
+
 Bytes of a micro-batch: B n for each boundary going forward; back, of P - 1 hops to a neighbour and of each
 doubling B n² each, but B n where a row is sent. A rank multiplies at most ⌈log₂(P - 1)⌉ times. Once a step
 come the shared gradients.
@@ -34,7 +39,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from topograd.exec.gradient import PendingStage
+from topograd.errors import ConfigError
+from topograd.exec.gradient import PendingStage, StepGraph
 from topograd.interfaces.engines import Scan
 from topograd.parallel.ranks import Ranks
 
@@ -47,18 +53,47 @@ class RegionScan(Scan):
     """The scan of one rank: the adjoint behind its regions comes from the ranks behind it."""
 
     ranks: Ranks = field(kw_only=True)
+    owners: Sequence[int] = field(default=(), kw_only=True)
+    """The rank of each region; with none, all but the last hand nothing on."""
     scan_bytes: int = field(default=0, init=False)
     """What this rank has sent to others for the scan."""
     crosses_ranks: ClassVar[bool] = True
 
+    def begin(self, graph: StepGraph) -> None:
+        super().begin(graph)
+        if len({str(relay.settings) for relay in self._regions.relays}) > 1:
+            raise ConfigError(
+                setting="interface",
+                given=graph.plan.topology.interface,
+                allowed="the same at every boundary for a scan over ranks; backward autograd takes others",
+            )
+
+    @property
+    def _last(self) -> int:
+        """The place at which the scan begins."""
+        return self.owners[self._building.stop] if self.owners else self.ranks.config.stages - 1
+
+    def backwards(self, stages: Sequence[PendingStage], scale: float) -> list[Tensor]:
+        place = self.ranks.place
+        if stages and stages[-1].planned.index < self._regions.count - 1:  # a later rank hands on to this
+            (message,) = stages[-1].sent.values()
+            room = torch.empty_like(message.value, memory_format=torch.contiguous_format)
+            message.gradient = self._swap(None, place, room, place + 1)
+        adjoints = super().backwards(stages, scale)
+        if adjoints and place > self._last:
+            self._swap(adjoints[0], place - 1, None, place)
+        return adjoints
+
     def adjoint_behind(
         self, late: Tensor | None, jacobians: Sequence[Tensor], early: Sequence[PendingStage]
-    ) -> Tensor:
+    ) -> Tensor | None:
+        if self.ranks.place > self._last:
+            return None
         row = late if late is not None else next(iter(early[-1].sent.values())).value.flatten(1)
         dtype = torch.promote_types(row.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(row.device.type, enabled=False):
             batch, n = row.shape
-            last = self.ranks.place == self.ranks.config.stages - 1
+            last = self.ranks.place == self._last
             own = torch.eye(n, dtype=dtype, device=row.device).expand(batch, n, n)
             for J in jacobians:
                 own = J.to(dtype) @ own
@@ -69,7 +104,7 @@ class RegionScan(Scan):
 
     def _doubled(self, own: Tensor) -> Tensor | None:
         """The row (B, 1, n) behind this rank, from each rank's product, or row at the last; None there."""
-        place, last = self.ranks.place, self.ranks.config.stages - 1
+        place, last = self.ranks.place, self._last
         if last == 0:
             return None
         batch, _, n = own.shape

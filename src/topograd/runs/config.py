@@ -15,7 +15,7 @@ import tyro
 from topograd.errors import ConfigError, TopologyError
 from topograd.limits import check_rules
 from topograd.nn.config import MAX_SIZE, GPTConfig
-from topograd.nn.interface_config import parse_interface
+from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.spec import ModelSpec, read_spec
 from topograd.reading import build_dataclass
 from topograd.registry import Registry
@@ -204,7 +204,7 @@ class TrainConfig:
         self._check_tune()
         topology = self.build_topology()
         if self.topology.interface is not None:
-            parse_interface(self.topology.interface).check(self.model.context, self.model.width)
+            self._check_interface(self.topology.interface)
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
         if taught and self.topology.teacher is None:
             raise ConfigError(
@@ -222,10 +222,19 @@ class TrainConfig:
                     allowed=f"at most {len(topology.stages)}, the stages of the topology",
                 )
 
+    def _check_interface(self, interface: str) -> None:
+        if self.model.kind in ("mlp", "vgg", "resnet", "resnet20", "forward-forward"):
+            raise ConfigError(
+                setting="interface",
+                given=interface,
+                allowed="with a network whose layers all have the shape of the embedding, as vit",
+            )
+        for settings in parse_interfaces(interface):
+            settings.check(self.model.context, self.model.width)
+
     def _check_images(self) -> None:
         """Refuse what goes only with text."""
         for name, given in (
-            ("interface", self.topology.interface is not None),
             ("search", self.search.kind != "none"),
             ("teacher_top", bool(self.topology.teacher_top)),
             *((name, bool(getattr(self.tune, name))) for name in PARTIAL),

@@ -24,7 +24,7 @@ import tyro
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.limits import check_exclusive, check_rules
-from topograd.nn.interface_config import parse_interface
+from topograd.nn.interface_config import parse_interfaces
 from topograd.topology.branches import predicting_plan
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import (
@@ -149,6 +149,8 @@ class TopologyConfig:
     "residual:r=8": gradient crosses them, and only the last part has a loss."""
     backward: Backward = "autograd"
     """How gradients cross interfaces: autograd, an exact parallel scan, or a hybrid of both."""
+    carried: int | None = None
+    """With backward hybrid: how many of the inner parts hand the gradient on; half of them if not given."""
     jacobian: Jacobian = "loop"
     """How a scan builds the Jacobians of parts: row by row (loop), all rows at once (batched), column by
     column (forward), or by hand-written formulas for a GPT's blocks with attention (pullback)."""
@@ -167,6 +169,7 @@ class TopologyConfig:
             grad_delay=(0 <= self.grad_delay <= MAX_DELAY, f"in 0 to {MAX_DELAY} steps"),
             grad_bits=(self.grad_bits in GRAD_BITS, _BITS),
             source_grad_scale=(0 <= self.source_grad_scale <= 1, "in [0, 1]"),
+            carried=(self.carried is None or self.carried >= 0, "at least 0"),
             jacobian_chunk=(self.jacobian_chunk is None or self.jacobian_chunk >= 1, "at least 1"),
             teacher_decay=(0 <= self.teacher_decay < 1, "in 0 to below 1"),
             teacher=(self.teacher is None or bool(self.teacher.strip()), "a run's folder, or left out"),
@@ -225,6 +228,7 @@ class TopologyConfig:
             ("join", self.source is not None, "a source"),
             ("source_grad_scale", self.source is not None, "a source"),
             ("relay_rank", learned, "a relay or a join that learns"),
+            ("carried", self.backward == "hybrid", "backward hybrid"),
             ("jacobian", self.backward != "autograd", "backward scan or hybrid"),
             ("jacobian_chunk", self.jacobian != "loop", "jacobian batched, forward or pullback"),
             ("teacher_decay", self.teacher == AVERAGE_TEACHER, f"teacher {AVERAGE_TEACHER}"),
@@ -311,7 +315,7 @@ class TopologyConfig:
         regions = Topology.regions(
             Configuration.parse(partition).composition,
             self.interface,
-            first_region=parse_interface(self.interface).first_region,
+            first_region=parse_interfaces(self.interface)[0].first_region,
         )
         if len(regions.stages) < 2:
             raise ConfigError(

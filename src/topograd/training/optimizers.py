@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from topograd.errors import ConfigError
 from topograd.nn.aux_heads import auxiliary_name
 from topograd.nn.heads import FullDelta
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
 from topograd.nn.transformer.block import MLP
 from topograd.optim.conditioner import DDCMuon
@@ -160,15 +161,26 @@ def parameter_groups(stack: Stack) -> dict[str, dict[str, nn.Parameter]]:
 
 
 def stage_parameters(stack: Stack, plan: Plan, stages: Iterable[int]) -> list[nn.Parameter]:
-    """What only these stages use: their layers, their own heads, and the relays that they receive through."""
+    """What only these stages use: their layers, their own heads, the relays that they receive through, and
+    of bounded interfaces that they send through the sending end."""
     found: dict[int, nn.Parameter] = {}
     relays = stack.learned_relays()
     for stage in stages:
         planned = plan.stages[stage]
         modules = [stack.layers[i] for i in planned.layers]
-        modules += [relays[port.relay] for port, _ in planned.inputs if port.relay in relays]
         modules += [relays[name] for name in (auxiliary_name(planned),) if name in relays]
         found |= {id(p): p for module in modules for p in module.parameters()}
+        for relay in (relays.get(port.relay) for port, _ in planned.inputs):
+            if relay is not None:
+                received = (
+                    relay.parameters_by_end()[1] if isinstance(relay, BoundedRelay) else relay.parameters()
+                )
+                found |= {id(p): p for p in received}
+        for relay in (relays.get(port.relay) for port in planned.outputs):
+            if isinstance(relay, BoundedRelay):
+                sent, received = relay.parameters_by_end()
+                both = {id(p) for p in received}
+                found |= {id(p): p for p in sent if id(p) not in both}
         found |= {id(p): p for p in stack.head_parameters(planned.head)}
     return list(found.values())
 

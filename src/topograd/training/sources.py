@@ -14,7 +14,7 @@ from topograd.data.images import ImageData
 from topograd.data.tokenizer import FILE
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
-from topograd.nn.interface_config import parse_interface
+from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import LoadedRun, image_spec, open_run, open_session
@@ -54,7 +54,8 @@ class TextSource:
     def __init__(self, config: TrainConfig, data: Prepared) -> None:
         context = config.model.context
         if config.topology.interface is not None:
-            check_causal(parse_interface(config.topology.interface))
+            for settings in parse_interfaces(config.topology.interface):
+                check_causal(settings)
         self.data = data
         self.loader = Loader(data.train, config.seq_len, config.batch, config.seed)
         self.text = Text(*windows(data.heldout, data.tokenizer, context, config.eval_bytes))

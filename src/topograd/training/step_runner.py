@@ -278,7 +278,8 @@ def engine_of(config: TopologyConfig) -> GradientEngine:
     """The engine that a run's settings name."""
     if config.backward == "autograd":
         return Autograd()
-    return BACKWARDS[config.backward](jacobian=config.jacobian, chunk=config.jacobian_chunk)
+    carried = {"carried": config.carried} if config.backward == "hybrid" else {}
+    return BACKWARDS[config.backward](jacobian=config.jacobian, chunk=config.jacobian_chunk, **carried)
 
 
 def batch_parts(batches: Iterable[Batch], parts: int) -> Iterator[tuple[Batch, float]]:

@@ -26,9 +26,9 @@ from papers.latent_bounded_interfaces.interfaces import (
 )
 from topograd.exec.forward import stage_outputs
 from topograd.interfaces.regions import Regions
-from topograd.nn.config import Architecture, SegmentInterface
+from topograd.nn.config import Architecture
+from topograd.nn.interface_config import parse_interface
 from topograd.runs.config import OptimizerConfig
-from topograd.runs.session import build_stack
 
 SMALL = "S=4,r=4,pool=tail"
 
@@ -60,17 +60,16 @@ def test_every_case_can_be_built_and_run(architecture: Architecture, monkeypatch
     monkeypatch.setattr(study, "CONTEXT", context)
     inputs = torch.randint(257, (1, context), generator=torch.Generator().manual_seed(0))
     for case in (case for case in CASES if case.architecture == architecture):
-        stack, plan = build_stack(case.config())
+        stack, plan = study.build(case, case.config())
         assert case.config().gpt.architecture == architecture
         parts = [len(planned.layers) for planned in plan.stages]
         if case.interface is None:
             assert parts == [{"dense": 8, "shallow": 2, "4 layers alone": 4}[case.name]]
         else:
             assert ",".join(map(str, parts)) == case.partition
-            expected = SegmentInterface.parse(case.interface)
+            expected = parse_interface(case.config().topology.interface or "")
             settings = {relay.settings for relay in Regions.of(stack, plan).relays}
             assert settings == {expected}, case.name
-            assert context % expected.segments == 0
         losses = position_losses(stack, plan, inputs, inputs)
         assert losses.shape == (1, context)
         assert losses.isfinite().all(), case.name
@@ -142,11 +141,14 @@ def test_the_parts_that_are_named_are_run(tmp_path: Path, monkeypatch: pytest.Mo
     study.main([file])
     (_, steps, first), (_, usual, second), (_, _, third) = asked
     assert (steps, usual) == (9, study.STEPS)
-    assert [case.name for case in first] == ["dense", "shallow", study.FINE, study.PUBLISHED[32]]
+    assert [case.name for case in first] == [
+        *("dense", "shallow", study.FINE, study.RESIDUAL),
+        study.PUBLISHED[32],
+    ]
     assert {case.architecture for case in first} == {"mamba2"}
     assert {case.optimizer for case in first} == {OptimizerConfig(name="adamw", lr_relay=0.5)}
     assert second == [*headline("hybrid"), *sweeps("hybrid")]
-    assert len(third) == (2 * 6 + 2 * 4) * 3 + sum(len(sweeps(kind)) for kind in get_args(Architecture))
+    assert len(third) == (2 * 7 + 2 * 5) * 3 + sum(len(sweeps(kind)) for kind in get_args(Architecture))
     for wrong in (["rnn"], ["--steps", "0"], ["--seeds", "0"], ["--steps", "many"]):
         with pytest.raises(SystemExit):
             study.main([file, *wrong])

@@ -16,21 +16,20 @@ from papers.latent_bounded_interfaces.leak import (
 )
 from raising import refused
 from topograd.errors import ConfigError
-from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import add_interfaces
+from topograd.nn.interface_config import parse_interface
+from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
-from topograd.topology.plan import Plan
 
 
 @pytest.mark.parametrize(("interface", "honest"), [(LEAKY, False), (CAUSAL, True)])
 def test_an_honest_model_needs_no_later_token(interface: str, honest: bool) -> None:
     torch.manual_seed(0)
     stack = GPT(layers=2, width=16, heads=2, vocab=VOCAB, context=LENGTH).double()
-    add_interfaces(stack, SegmentInterface.parse(interface), 2, 16, LENGTH)
+    first = parse_interface(interface).first_region
+    plan = prepare(stack, Topology.regions("1,1", interface, first_region=first))
     for parameter in stack.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
-    plan = Plan.of(Topology.regions("1,1"), 2)
     inputs, targets = iid_batch(3)
     forced = position_losses(stack, plan, inputs, targets)
     alone = prefix_losses(stack, plan, inputs, targets)

@@ -130,7 +130,10 @@ class ImageConfig(ModelSpec):
 
     @property
     def context(self) -> int:
-        return 1
+        """Places that interfaces are sized by: the patches of a vit."""
+        if self.family != "vit":
+            return 1
+        return (self.shape[1] // self.patch_size) * (self.shape[2] // self.patch_size)
 
     @property
     def family(self) -> str:

@@ -44,6 +44,8 @@ class Encoder(nn.Module):
 class ViT(ImageStack):
     """Layers of attention over patches."""
 
+    reads_ahead = True
+
     def make_embedding(self) -> None:
         patch, width = self.config.patch_size, self.config.own_widths[0]
         self.patches = nn.Conv2d(self.config.shape[0], width, patch, patch)
@@ -72,3 +74,7 @@ class ViT(ImageStack):
     @property
     def width(self) -> int:
         return self.config.own_widths[0]
+
+    @property
+    def context(self) -> int:
+        return self.start[0]

@@ -1,0 +1,395 @@
+"""What bounded interfaces keep of depth, with a positive control, the right shallow one and tuned rates.
+
+Statement. Six layers dense, the last region of two alone (shallow), and regions 2,2,2 that are joined by
+
+    residual, r       r directions of the hidden state at every position; r = width is the dense model, the
+                      positive control that tells "carries little" from "was not learned"
+    segments          causal states of segments, S = 8 and one for every position (S = T)
+    published         the authors' own module, which reads the whole sequence
+
+in nats a byte of held-out text, and of hidden bytes where the model is an encoder. An arm keeps
+
+    share = (CE(shallow) - CE(arm)) / (CE(shallow) - CE(dense))
+
+of what depth is worth, with its own recipe's controls and seed by seed. The published interface sees the
+future in a language model: its CE is also read from prefixes alone (`honest`), at the last quarter of the
+positions too (`late`), where a pool over a prefix is most like the pools of training, and of a model that was
+trained on prefixes of random lengths, for which no prefix is strange.
+
+Recipes. `ours` is Muon and AdamW as `train` has them; `AdamW` is one AdamW for everything, at 6e-4 with
+gradients of norm 1 at most, as published. Tuned: the rates of each arm are the best of a grid on a seed that
+is not judged, after a quarter of the steps; arms with the same parameters share them (`Arm.tuned_as`).
+`published, AdamW 6e-4` is not tuned: that is the paper's own.
+
+The claims are in `_claims` and were set before the first run. Source: "LBI: Parallel Scan Backpropagation via
+Latent Bounded Interfaces" Table 2 and §4; the controls are ours. Cost: `presets.py`. Limits: width 48, a
+megabyte of text, 1600 steps; the paper has 60M to 90M parameters and 20M tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from papers.fit import fit, trajectory
+from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
+from papers.latent_bounded_interfaces.masked_encoder import Encoder, hide
+from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
+from papers.staged_runs import bytes_config
+from papers.verdicts import Claim, Interval, above, within
+from topograd.data import Loader, windows
+from topograd.interfaces.ablation import silenced
+from topograd.nn.config import Architecture
+from topograd.nn.gpt import GPT
+from topograd.nn.interface_config import parse_interface
+from topograd.nn.preparation import prepare
+from topograd.runs.config import OptimizerConfig, TrainConfig
+from topograd.runs.session import load_data
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+
+REGIONS = "2,2,2"
+TUNING_SEED = 1000
+SAMPLE_ROWS = 64
+"""Windows that are also predicted byte by byte, from prefixes."""
+ADAMW_RATE = 6e-4
+"""Of the paper."""
+SAME = 0.02
+"""How far from all of depth the positive control may be, as a share."""
+
+Recipe = Literal["ours", "AdamW"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One model of the study; {d} in an interface is the width, {d/2} half of it, {T} the context."""
+
+    name: str
+    interface: str | None = None
+    shallow: bool = False
+    recipe: Recipe = "ours"
+    tuned: bool = True
+    task: Literal["text", "hidden"] = "text"
+    prefixes: bool = False
+    """Trained on prefixes of random lengths."""
+    architecture: Architecture = "transformer"
+    tuned_as: str | None = None
+    """The arm whose rates it takes, where it has no grid of its own."""
+
+    @property
+    def family(self) -> tuple[str, str, str]:
+        """What its controls share with it."""
+        return self.recipe, self.task, self.architecture
+
+    def words(self, width: int, context: int) -> str | None:
+        sizes = {"d": width, "d/2": width // 2, "d/4": width // 4, "T": context, "r": min(16, width)}
+        return self.interface and self.interface.format(**sizes)
+
+
+CORE = (
+    Arm("dense"),
+    Arm("shallow", shallow=True),
+    Arm("residual, r = d/2", "residual:r={d/2}", tuned_as="dense"),
+    Arm("residual, r = d/4", "residual:r={d/4}", tuned_as="dense"),
+    Arm("published", "published:r={r}"),
+)
+SEGMENTS = (Arm("segments, S = T", "S={T},r={r}"),)
+AUTHORS = (
+    Arm("dense, AdamW", recipe="AdamW"),
+    Arm("shallow, AdamW", shallow=True, recipe="AdamW", tuned_as="dense, AdamW"),
+    Arm("published, AdamW", "published:r={r}", recipe="AdamW", tuned_as="dense, AdamW"),
+)
+ENCODERS = (
+    Arm("encoder, dense", task="hidden", tuned_as="dense"),
+    Arm("encoder, shallow", shallow=True, task="hidden", tuned_as="shallow"),
+    Arm("encoder, published", "published:r={r}", task="hidden", tuned_as="published"),
+    Arm("encoder, residual, r = d/2", "residual:r={d/2}", task="hidden", tuned_as="dense"),
+)
+ONCE = (
+    Arm("residual, r = d", "residual:r={d}", tuned_as="dense"),
+    Arm("published, AdamW 6e-4", "published:r={r}", recipe="AdamW", tuned=False),
+    Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
+)
+"""With one seed: the positive control, which tests pin to rounding, and two variants of the published."""
+HYBRIDS = (
+    Arm("hybrid, dense", architecture="hybrid", tuned_as="dense"),
+    Arm("hybrid, shallow", shallow=True, architecture="hybrid", tuned_as="shallow"),
+    Arm("hybrid, published", "published:r={r}", architecture="hybrid", tuned_as="published"),
+)
+"""Of the preset long. The last two layers of six of a hybrid are Mamba-3: the shallow control is these, not
+the first two."""
+ARMS = {arm.name: arm for arm in (*CORE, *SEGMENTS, *AUTHORS, *ENCODERS, *ONCE, *HYBRIDS)}
+
+
+def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
+    """Arms and seeds, so that what was measured at any moment makes a table: the controls of a seed first."""
+    if preset == "tiny":
+        chosen = [ARMS[name] for name in ("dense", "shallow", "residual, r = d", "published")]
+        return [(arm, seed) for seed in range(seeds) for arm in chosen]
+    parts: list[tuple[tuple[Arm, ...], int]] = [(CORE, seeds)]
+    if preset == "long":
+        more = (AUTHORS, ENCODERS, SEGMENTS, HYBRIDS)
+        parts += [*((arms, seeds) for arms in more), (ONCE, 1)]
+    return [(arm, seed) for arms, count in parts for seed in range(count) for arm in arms]
+
+
+def run(args: Asked) -> Result:
+    """Every arm with every seed, tables and claims."""
+    check_seeds(args.seeds)
+    todo, rows = order(args.seeds, args.preset), list[Row]()
+    for arm, seed in todo:
+        key = {"arm": arm.name, "seed": seed}
+        make = partial(measure, arm, _config(args, seed), tuned(args, arm))
+        rows.append(key | args.kept.row(key, make))
+        args.on_more(len(rows), len(todo))
+    config = _config(args, 0)
+    return Result(
+        setting=(
+            f"Six layers of width {config.model.width} in regions {REGIONS}, context {config.model.context}, "
+            f"{config.steps} steps of {config.batch} rows of bytes; rates of each arm from a grid."
+        ),
+        rows=rows,
+        tables=(_table(rows), _honest_table(rows)),
+        findings=tuple(_findings(rows)),
+        claims=tuple(_claims(rows)),
+        seeds=args.seeds,
+    )
+
+
+def _config(args: Asked, seed: int) -> TrainConfig:
+    return bytes_config(args, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
+
+
+def grid(arm: Arm) -> list[OptimizerConfig]:
+    """The rates that an arm may choose from; only arms that learn relays have rates for them."""
+    if arm.recipe == "AdamW":
+        return [_adamw(ADAMW_RATE * scale) for scale in ((1, 3, 10) if arm.tuned else (1,))]
+    relays = (1e-3, 1e-2) if arm.interface and not arm.interface.startswith("residual") else (1e-3,)
+    return [OptimizerConfig(lr_matrix=rate, lr_relay=relay) for rate in (0.01, 0.02) for relay in relays]
+
+
+def _adamw(rate: float) -> OptimizerConfig:
+    """One AdamW for everything, as the authors have it."""
+    return OptimizerConfig(
+        name="adamw",
+        lr_matrix=rate,
+        lr_embedding=rate,
+        lr_head=rate,
+        lr_scalar=rate,
+        lr_relay=rate,
+        betas=(0.9, 0.95),
+        clip=1.0,
+    )
+
+
+def tuned(args: Asked, arm: Arm) -> OptimizerConfig:
+    """The best of an arm's grid after a quarter of the steps, on a seed that is not judged."""
+    if arm.tuned_as is not None:
+        return tuned(args, ARMS[arm.tuned_as])
+    choices = grid(arm)
+    if len(choices) == 1 or args.preset == "tiny":
+        return choices[0]
+    config = replace(_config(args, TUNING_SEED), steps=args.steps // 4)
+    losses = []
+    for i, optimizer in enumerate(choices):
+        make = partial(measure, arm, config, optimizer)
+        losses.append(args.kept.row({"arm": arm.name, "tuning": i}, make)[_judged(arm)])
+    return choices[losses.index(min(losses))]
+
+
+def _judged(arm: Arm) -> str:
+    """What rates are chosen by: a language model that sees the future is read from prefixes."""
+    leaks = arm.task == "text" and (arm.interface or "").startswith("published")
+    return "honest" if leaks else "ce"
+
+
+def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
+    """Train a model; its loss, from prefixes too, and with another row's messages."""
+    config, data = load_data(config)
+    context = config.model.context
+    stack, plan = build(arm, config)
+    draw = torch.Generator().manual_seed(config.seed)
+    batches: Iterator[tuple[Tensor, Tensor]] = Loader(data.train, context, config.batch, config.seed)
+    if arm.task == "hidden":
+        batches = (hide(inputs, config.model.vocab, draw) for inputs, _ in batches)
+    if arm.prefixes:
+        batches = (_cut(inputs, targets, draw) for inputs, targets in batches)
+    losses = fit(stack, plan, batches, config.steps, optimizer)
+    inputs, targets, _ = windows(data.heldout, data.tokenizer, context, config.eval_bytes)
+    if arm.task == "hidden":
+        inputs, targets = hide(inputs, config.model.vocab, torch.Generator().manual_seed(0))
+    result = position_losses(stack, plan, inputs, targets)
+    row: Row = {
+        "ce": result.nanmean().item(),
+        "late": result[:, -context // 4 :].nanmean().item(),
+        "parameters": sum(p.numel() for p in stack.parameters()),
+        "rates": [optimizer.name, optimizer.lr_matrix, optimizer.lr_relay],
+        "trajectory": trajectory(losses),
+    }
+    if arm.interface is not None:
+        with silenced(stack, "shuffled"):
+            row["shuffled"] = position_losses(stack, plan, inputs, targets).nanmean().item()
+    sample = slice(0, SAMPLE_ROWS)
+    alone = result[sample]
+    row["sample"], row["sample_late"] = alone.nanmean().item(), alone[:, -context // 4 :].nanmean().item()
+    if _judged(arm) == "honest":
+        alone = prefix_losses(stack, plan, inputs[sample], targets[sample])
+    row["honest"], row["honest_late"] = alone.nanmean().item(), alone[:, -context // 4 :].nanmean().item()
+    return row
+
+
+def _cut(inputs: Tensor, targets: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A batch's first positions, as many as are drawn."""
+    length = int(torch.randint(1, inputs.shape[1] + 1, (), generator=draw))
+    return inputs[:, :length], targets[:, :length]
+
+
+def build(arm: Arm, config: TrainConfig) -> tuple[GPT, Plan]:
+    """The model before its training; all of a seed have the same layers at first, shallow the last ones."""
+    torch.manual_seed(config.seed)
+    settings = config.gpt.changed(architecture=arm.architecture)
+    hidden = arm.task == "hidden"
+    kind = Encoder if hidden else GPT
+    stack = kind(settings.changed(vocab=settings.vocab + 1) if hidden else settings)
+    if arm.shallow:
+        last = int(REGIONS.rpartition(",")[2])
+        stack.layers = nn.ModuleList(list(stack.layers)[-last:])
+    words = arm.words(settings.width, settings.context)
+    if words is None:
+        return stack, prepare(stack, Topology.chain(str(len(stack.layers))))
+    first = parse_interface(words).first_region
+    return stack, prepare(stack, Topology.regions(REGIONS, words, first_region=first))
+
+
+def of(rows: Sequence[Row], name: str, key: str = "ce") -> dict[int, float]:
+    """A reading of an arm by seed."""
+    return {row["seed"]: row[key] for row in rows if row["arm"] == name}
+
+
+def controls(arm: Arm) -> tuple[str, str]:
+    """The names of the dense and the shallow model that an arm is compared with."""
+    alike = [one for one in ARMS.values() if one.family == arm.family and one.interface is None]
+    return next(a.name for a in alike if not a.shallow), next(a.name for a in alike if a.shallow)
+
+
+def kept(rows: Sequence[Row], name: str, key: str = "ce") -> list[float]:
+    """The share of what depth is worth that an arm keeps, for each seed that has all three.
+
+    With a reading of a sample (`honest`), the controls are read on the same sample.
+    """
+    dense, shallow = (of(rows, control, key) for control in controls(ARMS[name]))
+    own = of(rows, name, key)
+    return [
+        (shallow[seed] - own[seed]) / (shallow[seed] - dense[seed])
+        for seed in sorted(own)
+        if seed in dense and seed in shallow
+    ]
+
+
+def _reading(name: str) -> str:
+    return _judged(ARMS[name])
+
+
+def _minus(rows: Sequence[Row], name: str, base: str, key: str = "ce") -> list[float]:
+    own, other = of(rows, name, key), of(rows, base, key)
+    return [own[seed] - other[seed] for seed in sorted(own) if seed in other]
+
+
+def _claims(rows: Sequence[Row]) -> list[Claim]:
+    """Those whose arms were measured. Shares are of what depth is worth; nats a byte elsewhere."""
+    claims = []
+
+    def share(title: str, prediction: str, arm: str, least: float) -> None:
+        if shares := kept(rows, arm, _reading(arm)) if of(rows, arm) else []:
+            effect = f"the share of depth that {arm} keeps"
+            claims.append(above(title, prediction, effect, shares, least))
+
+    for dense, shallow in dict.fromkeys(map(controls, ARMS.values())):
+        if worth := _minus(rows, shallow, dense):
+            effect = f"CE of {shallow} minus that of {dense}"
+            claims.append(above(f"depth is worth something: {dense}", "six layers beat two", effect, worth))
+    if whole := kept(rows, "residual, r = d"):
+        effect = "the share of depth that residual, r = d, keeps, minus 1,"
+        prediction = "at r = width the residual interface is the dense model"
+        claims.append(within("positive control", prediction, effect, [one - 1 for one in whole], SAME))
+    half = "half of the directions carry at least half of depth"
+    share("residual, r = d/2, keeps half", half, "residual, r = d/2", 0.5)
+    share("residual, r = d/4, keeps some", "a quarter carries depth", "residual, r = d/4", 0.0)
+    share("encoder: residual, r = d/2, keeps half", half, "encoder, residual, r = d/2", 0.5)
+    some = "the interface beats the last region alone, each byte predicted from those before it"
+    for arm in ("published", "published, AdamW", "published, AdamW 6e-4", "published, random prefixes"):
+        share(f"{arm} beats shallow", some, arm, 0.0)
+    for arm in ("encoder, published", "hybrid, published", "segments, S = T"):
+        share(f"{arm} beats shallow", "the interface beats the last region alone", arm, 0.0)
+    claims += _reading_claims(rows)
+    return claims
+
+
+def _reading_claims(rows: Sequence[Row]) -> list[Claim]:
+    """That the published interface is flattered by the future, and that its messages are used."""
+    claims = []
+    for arm in ("published", "published, AdamW", "published, random prefixes"):
+        if own := of(rows, arm):
+            gap = [of(rows, arm, "honest")[seed] - of(rows, arm, "sample")[seed] for seed in own]
+            effect = f"CE of {arm} from prefixes minus that with the future in sight"
+            claims.append(above(f"{arm} is flattered", "the future helps it", effect, gap))
+    for arm in ("published", "encoder, published", "segments, S = T", "residual, r = d/2"):
+        if own := of(rows, arm):
+            cost = [of(rows, arm, "shuffled")[seed] - own[seed] for seed in own]
+            effect = f"CE of {arm} with the messages of another row minus its own"
+            claims.append(above(f"{arm}: messages are used", "they say something", effect, cost))
+    return claims
+
+
+def _table(rows: Sequence[Row]) -> ResultTable:
+    cells = []
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        own = of(rows, name)
+        values = list(own.values())
+        shares = kept(rows, name, _reading(name)) if ARMS[name].interface else []
+        interval = Interval.of([100 * share for share in shares]) if shares else None
+        rates = next(row["rates"] for row in rows if row["arm"] == name)
+        cells.append(
+            (
+                name,
+                str(len(values)),
+                f"{statistics.fmean(values):.4f}",
+                f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–",
+                "–" if interval is None else _percent(interval),
+                f"{rates[1]:g}, {rates[2]:g}",
+                f"{next(row['parameters'] for row in rows if row['arm'] == name):,}",
+            )
+        )
+    header = ("arm", "seeds", "CE", "±", "share of depth kept, 90 %", "rates", "parameters")
+    caption = "Nats per byte; shares of the published interface are read from prefixes"
+    return ResultTable(caption, header, tuple(cells))
+
+
+def _percent(interval: Interval) -> str:
+    if interval.low == -float("inf"):
+        return f"{interval.mean:.0f} % (one seed)"
+    return f"{interval.mean:.0f} % [{interval.low:.0f}, {interval.high:.0f}]"
+
+
+def _honest_table(rows: Sequence[Row]) -> ResultTable:
+    cells = []
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        if _reading(name) == "honest":
+            keys = ("sample", "honest", "sample_late", "honest_late", "shuffled")
+            cells.append((name, *(f"{statistics.fmean(of(rows, name, key).values()):.4f}" for key in keys)))
+    header = ("arm", "with the future", "from prefixes", "the same, late", "", "another row's messages")
+    return ResultTable("The published interface in a language model", header, tuple(cells))
+
+
+def _findings(rows: Sequence[Row]) -> list[str]:
+    found = []
+    for dense, shallow in dict.fromkeys(map(controls, ARMS.values())):
+        if worth := _minus(rows, shallow, dense):
+            found.append(f"{dense}: depth is worth {Interval.of(worth)} nats.")
+    return found
