@@ -1,0 +1,327 @@
+"""What LoRA in safe directions forgets, against null-space peers and replay, on SmolLM2 and three new texts.
+
+The product (`topograd train --lora-directions safe`) against what others do, at one rank and one number of
+steps, batches and forward passes. Arms, on the maps that read the residual stream:
+
+    lora            A random, B zero, both learn                                  LoRA
+    random          A random and held                                             the control of held arms
+    pissa           the leading singular vectors of W                             PiSSA
+    dead            A held where the old text has least second moment: what LoRA-Null with a held A holds
+    safe            A held where the new text has most for what the old one has   ours
+    oplora          A and B orthogonal to W's leading singular vectors            OPLoRA, which reads no text
+    replay          lora, and half of each batch is old text
+
+New texts: code (some modules of the standard library), facts (invented people, asked and answered), german
+(the messages of this machine's German catalogs, where there are any). Every second window is learned and others
+test; of facts the same ones are asked in another order. The old text is the model's own: rows that it drew by
+itself at temperature 1, some to read the geometry on (and to replay), others to judge by; prose of the language
+reference is judged at the end beside it. Rates: the best of two for each arm by the mean share of the bits per
+byte won over all new texts, in half the steps, with a seed that is not used again.
+
+Claims, set before the run, each over all pairs of a new text and a seed, where lora wins 2 % of the text at
+least:
+
+    forgetting at the level (`adapter_tables.py`): lora, random, dead, oplora and replay less safe is above 0
+    forgetting at the end: lora less safe is above 0
+    learning: what safe gains less 0.9 of what lora gains is above 0
+
+Source: "LoRA" (Hu et al.), "PiSSA" (Meng et al.), "LoRA-Null" (Tang et al.), "OPLoRA" (Xiong and Xie).
+Cost on one core: seconds for tiny; small an hour and more, where SmolLM2's wheel is.
+Limits. One rank, one length of text, sequences of 64 tokens, few steps; pairs of one text share the text's
+kind, so that nine of them are fewer than nine texts.
+"""
+
+from __future__ import annotations
+
+import gettext
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from papers.beyond.adapter_placement import READERS
+from papers.beyond.bases import Windows, bits_per_byte, cut, folders
+from papers.beyond.safe_adapter_tables import claims, drawing, findings, tables
+from papers.outcome import Asked, Result, Row
+from papers.product_of_experts.facts import World
+from topograd.data import read_corpus
+from topograd.decode.sampled_text import sampled_text
+from topograd.exec.forward import Predictor
+from topograd.nn.lora import add_lora, merge_lora
+from topograd.runs.session import LoadedTextRun, open_session
+from topograd.training.lora_directions import Directions, begin_lora
+
+TUNING = 100
+CATALOGS = Path("/usr/share/locale/de/LC_MESSAGES")
+SHARE = 0.5
+"""Of the steps, to choose a rate by."""
+SPARED = 16
+"""Leading singular vectors of a map that `oplora` leaves alone."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to learn."""
+
+    name: str
+    directions: Directions = "plain"
+    spares: bool = False
+    """A and B stay orthogonal to the leading singular vectors of W."""
+    replays: bool = False
+
+    @property
+    def held(self) -> bool:
+        return self.directions in ("random", "dead", "safe")
+
+
+ARMS = (
+    Arm("lora"),
+    Arm("safe", "safe"),
+    Arm("dead", "dead"),
+    Arm("random", "random"),
+    Arm("oplora", spares=True),
+    Arm("replay", replays=True),
+    Arm("pissa", "pissa"),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything, in windows of `length` tokens."""
+
+    length: int = 64
+    old: int = 32
+    """Of the old text, to read on and to replay."""
+    judged: int = 10
+    prose: int = 6
+    new: int = 24
+    """Of a new text, to learn."""
+    tested: int = 6
+    batch: int = 2
+    rank: int = 4
+    rates: tuple[float, ...] = (2e-3, 6e-3)
+    held_rates: tuple[float, ...] = (2e-2, 6e-2)
+    stops: tuple[float, ...] = (1 / 3, 2 / 3, 1.0)
+
+
+SMALL = Size()
+TINY = Size(length=32, old=4, judged=2, prose=1, new=4, tested=2, rank=2, rates=(3e-3,), held_rates=(3e-2,))
+
+
+def run(args: Asked) -> Result:
+    """Every arm on every new text, seed by seed."""
+    models = folders(args)
+    name = "smollm2" if "smollm2" in models else "reference"
+    study = Study(open_session(models[name]), TINY if args.preset == "tiny" else SMALL, args)
+    texts = [text for text in TEXTS if text != "german" or CATALOGS.is_dir()]
+    rates = {arm.name: study.tuned(arm, texts) for arm in ARMS}
+    rows: list[Row] = []
+    total = args.seeds * len(texts) * len(ARMS)
+    for seed in range(args.seeds):
+        for text in texts:
+            for arm in ARMS:
+                key = {"base": text, "arm": arm.name, "seed": seed, "rate": rates[arm.name]}
+                found = args.kept.row(
+                    key | {"model": name}, partial(study.learn, arm, text, seed, key["rate"])
+                )
+                rows.append({**key, **found})
+                args.on_more(len(rows), total)
+    return Result(
+        setting=f"Model: {name}. New texts: {', '.join(texts)}. Old text: the model's own. Rank "
+        f"{study.size.rank}, {args.steps} steps of {study.size.batch} sequences of {study.size.length}.",
+        rows=rows,
+        tables=tables(texts, rows),
+        findings=findings(texts, rows),
+        drawing=drawing(rows, texts[0]),
+        claims=tuple(claims(texts, rows)),
+        seeds=args.seeds,
+    )
+
+
+def code(seed: int) -> list[str]:
+    """Some modules of the standard library."""
+    named = [d for d in read_corpus(None).train if d.name.endswith(".py") and len(d.text) > 2000]
+    return [d.text[:8000] for d in random.Random(seed).sample(named, 3)]
+
+
+def facts(seed: int) -> list[str]:
+    """Questions and answers about invented people."""
+    records = World.make(people=12, seed=seed).records()
+    lines = [
+        f"Question: {a['content']}\nAnswer: {b['content']}\n" for a, b in (r["messages"] for r in records)
+    ]
+    return ["\n".join(lines[i : i + 8]) for i in range(0, len(lines), 8)]
+
+
+def german(seed: int) -> list[str]:
+    """Messages of programs in German."""
+    found: list[str] = []
+    for file in sorted(CATALOGS.glob("*.mo")):
+        try:
+            with file.open("rb") as opened:
+                catalog = gettext.GNUTranslations(opened)._catalog  # type: ignore[attr-defined]
+        except (OSError, UnicodeDecodeError):
+            continue
+        found += [text for key, text in catalog.items() if key and isinstance(text, str) and len(text) > 80]
+    random.Random(seed).shuffle(found)
+    return ["\n".join(found[i : i + 12]) for i in range(0, min(len(found), 360), 12)]
+
+
+TEXTS: Mapping[str, Callable[[int], list[str]]] = {"facts": facts, "code": code, "german": german}
+
+
+class Study:
+    """One model and everything that an arm needs of it."""
+
+    def __init__(self, session: LoadedTextRun, size: Size, args: Asked) -> None:
+        self.session, self.size, self.args, self.steps = session, size, args, args.steps
+        self.model = Predictor(session.stack, session.plan).eval().requires_grad_(False)
+        self.maps = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and name.startswith("stack.layers.") and name.endswith(READERS)
+        }
+
+    @cached_property
+    def old(self) -> tuple[Windows, Windows]:
+        """The model's own text: to read on, and to judge by."""
+        size = self.size
+        rows = size.old + size.judged
+
+        def draw() -> Row:
+            return {"tokens": sampled_text(self.session, rows, size.length).tolist()}
+
+        tokens = self.args.kept.row({"own text": rows, "length": size.length}, draw)["tokens"]
+        documents = [[*row, self.session.tokenizer.separator] for row in tokens]
+        text = cut(self.session, documents, size.length, rows)
+        parts = [
+            Windows(*(x[part] for x in (text.inputs, text.targets, text.nbytes)))
+            for part in (slice(size.old), slice(size.old, None))
+        ]
+        return parts[0], parts[1]
+
+    @cached_property
+    def prose(self) -> Windows:
+        """The language reference: prose about Python."""
+        documents = [d.text for d in read_corpus(None).heldout if not d.name.endswith(".py")]
+        return self._cut(documents, self.size.prose)
+
+    def new(self, text: str, seed: int) -> tuple[Windows, Windows]:
+        """A text to learn, and other windows of it to test on; of facts the same in another order."""
+        documents, size = TEXTS[text](seed), self.size
+        if text == "facts":
+            again = random.Random(seed + 1).sample(documents, len(documents))
+            return self._cut(documents, size.new), self._cut(again, size.tested)
+        both = self._cut(documents, 2 * size.new)
+        parts = [(x[::2], x[1::2][: size.tested]) for x in (both.inputs, both.targets, both.nbytes)]
+        learn, test = zip(*parts, strict=True)
+        return Windows(*learn), Windows(*test)
+
+    def _cut(self, documents: Sequence[str], rows: int) -> Windows:
+        encoded = self.session.tokenizer.encode_batch(list(documents))
+        return cut(self.session, encoded, self.size.length, rows)
+
+    def tuned(self, arm: Arm, texts: Sequence[str]) -> float:
+        """The rate with the largest mean share of the bits per byte won over the new texts."""
+        rates = self.size.held_rates if arm.held else self.size.rates
+        if len(rates) == 1:
+            return rates[0]
+        won = dict.fromkeys(rates, 0.0)
+        for rate in rates:
+            for text in texts:
+                key = {"base": text, "arm": arm.name, "seed": TUNING, "rate": rate}
+                new = self.args.kept.row(
+                    key, partial(self.learn, arm, text, TUNING, rate, max(1, round(SHARE * self.steps)))
+                )["new"]
+                won[rate] += (new[0] - new[-1]) / new[0]
+        return max(won, key=lambda rate: won[rate])
+
+    def learn(self, arm: Arm, text: str, seed: int, rate: float, steps: int | None = None) -> Row:
+        """Bits per byte at every stop, first before any step; with `steps` of the new text alone."""
+        before = {name: module.weight for name, module in self.maps.items()}
+        learn, test = self.new(text, seed)
+        torch.manual_seed(seed)
+        try:
+            parameters = self._place(arm, learn)
+            row: Row = {"parameters": sum(p.numel() for p in parameters)}
+            return row | self._curve(arm, parameters, learn, test, seed, rate, steps)
+        finally:
+            merge_lora(self.model)
+            for name, module in self.maps.items():
+                module.weight = before[name]
+
+    def _place(self, arm: Arm, learn: Windows) -> list[nn.Parameter]:
+        form = "held" if arm.held else "shifted" if arm.directions == "pissa" else "plain"
+        add_lora(self.maps.values(), self.size.rank, alpha=self.size.rank, form=form)  # type: ignore[arg-type]
+        begin_lora(self.model, arm.directions, self.old[0].inputs.split(8), learn.inputs.split(8))
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _curve(
+        self,
+        arm: Arm,
+        parameters: list[nn.Parameter],
+        learn: Windows,
+        test: Windows,
+        seed: int,
+        rate: float,
+        steps: int | None,
+    ) -> Row:
+        optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(seed)
+        last = self.steps if steps is None else steps
+        stops = {
+            0,
+            *(max(1, round(share * last)) for share in (self.size.stops if steps is None else (1.0,))),
+        }
+        spared = self._leading() if arm.spares else {}
+        row: Row = {"stops": sorted(stops), "new": [], "old": []}
+        for step in range(last + 1):
+            if step in stops:
+                row["new"].append(statistics.fmean(bits_per_byte(self.model, test)))
+                if steps is None:
+                    row["old"].append(bits_per_byte(self.model, self.old[1]))
+            if step < last:
+                inputs, targets = self._batch(arm, learn, generator)
+                optimizer.zero_grad()
+                F.cross_entropy(self.model(inputs).mT, targets).backward()
+                optimizer.step()
+                self._spare(spared)
+        if steps is None:
+            row["prose"] = statistics.fmean(bits_per_byte(self.model, self.prose))
+        return row
+
+    def _batch(self, arm: Arm, learn: Windows, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Sequences of the new text; with replay the second half is of the old one."""
+        size = self.size.batch
+        rows = torch.randint(len(learn.inputs), (size,), generator=generator)
+        inputs, targets = learn.inputs[rows], learn.targets[rows]
+        if arm.replays:
+            there, old = size // 2, self.old[0]
+            rows = torch.randint(len(old.inputs), (there,), generator=generator)
+            inputs = torch.cat([inputs[there:], old.inputs[rows]])
+            targets = torch.cat([targets[there:], old.targets[rows]])
+        return inputs, targets
+
+    @torch.no_grad()
+    def _leading(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """U and V of the leading singular vectors of every map."""
+        result = {}
+        for name, module in self.maps.items():
+            rank = min(SPARED, min(module.weight.shape) // 2)
+            U, _, V = torch.svd_lowrank(module.weight, q=rank + 8, niter=4)
+            result[name] = U[:, :rank], V[:, :rank]
+        return result
+
+    @torch.no_grad()
+    def _spare(self, leading: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Take the leading directions out of every correction."""
+        for name, (U, V) in leading.items():
+            a, b = (self.maps[name].get_parameter(p) for p in ("lora_a", "lora_b"))
+            a.sub_((a @ V) @ V.T)
+            b.sub_(U @ (U.T @ b))
