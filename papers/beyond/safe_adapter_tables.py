@@ -86,12 +86,10 @@ def _less(
 
 
 def tables(texts: Sequence[str], rows: Sequence[Row]) -> tuple[ResultTable, ...]:
-    """All texts together, then each by itself."""
+    """All that can be learned together, then each by itself."""
     lines = []
-    prose = {
-        arm: [row["prose"] for text in texts for row in of(rows, text, arm)] for arm in _arms(texts, rows)
-    }
-    for arm in _arms(texts, rows):
+    whole, texts = texts, learnable(texts, rows)
+    for arm in arms_of(rows, texts[0]) if texts else ():
         here = [row for text in texts for row in of(rows, text, arm)]
         shares = [gain(row) / row["new"][0] for row in here]
         there = "not learned"
@@ -108,10 +106,8 @@ def tables(texts: Sequence[str], rows: Sequence[Row]) -> tuple[ResultTable, ...]
                 f"{statistics.fmean(row['prose'] for row in here):.3f}",
             )
         )
-    caption = (
-        "All new texts and seeds: what of the new text's bits per byte was won, and what the model's own "
-    )
-    caption += "text has above the model before: at the end, and where all arms have learned alike"
+    caption = f"{', '.join(texts)}, all seeds: what of the new text's bits per byte was won, and what the "
+    caption += "model's own text has above the model before: at the end, and where all arms learned alike"
     header = ("arm", "learning", "rate", "learned", "forgotten", "forgotten at the level", "prose, BPB")
     return ResultTable(caption, header, tuple(lines)), *(table_of_text(text, rows) for text in whole)
 

@@ -12,11 +12,11 @@ steps, batches and forward passes. Arms, on the maps that read the residual stre
     replay          lora, and half of each batch is old text
 
 New texts: code (some modules of the standard library), facts (invented people, asked and answered), german
-(the messages of this machine's German catalogs, where there are any). Every second window is learned and others
-test; of facts the same ones are asked in another order. The old text is the model's own: rows that it drew by
-itself at temperature 1, some to read the geometry on (and to replay), others to judge by; prose of the language
-reference is judged at the end beside it. Rates: the best of two for each arm by the mean share of the bits per
-byte won over all new texts, in half the steps, with a seed that is not used again.
+(the messages of this machine's German catalogs, where there are any). Every second window is learned and
+others test; of facts the same ones are asked in another order. The old text is the model's own: rows that it
+drew by itself at temperature 1, some to read the geometry on (and to replay), others to judge by; prose of
+the language reference is judged at the end beside it. Rates: the best of two for each arm by the mean share
+of the bits per byte won over all new texts, in half the steps, with a seed that is not used again.
 
 Claims, set before the run, each over all pairs of a new text and a seed, where lora wins 2 % of the text at
 least:

@@ -6,8 +6,8 @@
     dead      A held in the directions that the old text uses least
     safe      A held in those that the new text uses most for what the old one does
 
-Source: "PiSSA" (Meng et al. 2024); dead and safe are of `geometry/safe_directions.py`. What dead holds is what
-"LoRA-Null" (Tang et al. 2025) begins with.
+Source: "PiSSA" (Meng et al. 2024); dead and safe are of `geometry/safe_directions.py`. What dead holds is
+what "LoRA-Null" (Tang et al. 2025) begins with.
 Cost: pissa an SVD of each map; dead and safe a forward pass over both texts and d³ for each input.
 Limits. Held corrections are given to maps that have no more inputs than the residual stream has (queries,
 keys, values, the output of attention, the maps into an MLP): of the others d³ is large, and so is (d, d).
