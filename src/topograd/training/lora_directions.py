@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from topograd.geometry.safe_directions import adapter_directions, input_moments
 from topograd.nn.lora import begin_at, corrected_maps, hold, low_rank_factors, sides
-
-Directions = Literal["plain", "random", "pissa", "dead", "safe"]
+from topograd.runs.tune_config import Directions
 
 
 def begin_lora(
