@@ -26,7 +26,7 @@ least:
     learning: what safe gains less 0.9 of what lora gains is above 0
 
 Source: "LoRA" (Hu et al.), "PiSSA" (Meng et al.), "LoRA-Null" (Tang et al.), "OPLoRA" (Xiong and Xie).
-Cost on one core: seconds for tiny; small half an hour, where SmolLM2's wheel is, and long, with all arms, two.
+Cost on one core: seconds for tiny; small half an hour where SmolLM2's wheel is; long, with all arms, two hours.
 Limits. One rank, one length of text, sequences of 64 tokens, few steps; pairs of one text share the text's
 kind, so that nine of them are fewer than nine texts.
 """
