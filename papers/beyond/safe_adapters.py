@@ -16,7 +16,7 @@ New texts: code (some modules of the standard library), facts (invented people, 
 others test; of facts the same ones are asked in another order. The old text is the model's own: rows that it
 drew by itself at temperature 1, some to read the geometry on (and to replay), others to judge by; prose of
 the language reference is judged at the end beside it. Rates: for each arm the best of two on the last new
-text, in half the steps, with a seed that is not used again.
+text, with a seed that is not used again.
 
 Claims, set before the run, each over all pairs of a new text and a seed, where lora wins 2 % of the text at
 least:
@@ -26,7 +26,7 @@ least:
     learning: what safe gains less 0.9 of what lora gains is above 0
 
 Source: "LoRA" (Hu et al.), "PiSSA" (Meng et al.), "LoRA-Null" (Tang et al.), "OPLoRA" (Xiong and Xie).
-Cost on one core: seconds for tiny; small half an hour where SmolLM2's wheel is; long, with all arms, two hours.
+Cost on one core: seconds for tiny; twenty minutes for small, where SmolLM2's wheel is; two hours for long.
 Limits. One rank, one length of text, sequences of 64 tokens, few steps; pairs of one text share the text's
 kind, so that nine of them are fewer than nine texts.
 """
@@ -59,8 +59,6 @@ from topograd.training.lora_directions import Directions, begin_lora
 
 TUNING = 100
 CATALOGS = Path("/usr/share/locale/de/LC_MESSAGES")
-SHARE = 0.5
-"""Of the steps, to choose a rate by."""
 SPARED = 16
 """Leading singular vectors of a map that `oplora` leaves alone."""
 
@@ -235,27 +233,40 @@ class Study:
         rates = self.size.held_rates if arm.held else self.size.rates
         if len(rates) == 1:
             return rates[0]
-        steps = max(1, round(SHARE * self.steps))
         ends = {}
         for rate in rates:
             key = {"base": text, "arm": arm.name, "seed": TUNING, "rate": rate}
-            made = partial(self.learn, arm, text, TUNING, rate, steps)
+            made = partial(self.learn, arm, text, TUNING, rate, tuning=True)
             ends[rate] = self.args.kept.row(key, made)["new"][-1]
         return min(rates, key=lambda rate: ends[rate])
 
-    def learn(self, arm: Arm, text: str, seed: int, rate: float, steps: int | None = None) -> Row:
-        """Bits per byte at every stop, first before any step; with `steps` of the new text alone."""
+    def before(self, text: str, seed: int) -> Row:
+        """Bits per byte of the new text and of the old one before any step."""
+
+        def read() -> Row:
+            _, test = self.new(text, seed)
+            new = statistics.fmean(bits_per_byte(self.model, test))
+            return {"new": new, "old": bits_per_byte(self.model, self.old[1])}
+
+        return self.args.kept.row({"base": text, "before": True, "seed": seed}, read)
+
+    def learn(self, arm: Arm, text: str, seed: int, rate: float, tuning: bool = False) -> Row:
+        """Bits per byte at every stop, first before any step; to tune a rate of the new text alone."""
         before = {name: module.weight for name, module in self.maps.items()}
         learn, test = self.new(text, seed)
         torch.manual_seed(seed)
         try:
             parameters = self._place(arm, learn)
             row: Row = {"parameters": sum(p.numel() for p in parameters)}
-            return row | self._curve(arm, parameters, learn, test, seed, rate, steps)
+            curve = self._curve(arm, parameters, learn, test, seed, rate, tuning)
         finally:
             merge_lora(self.model)
             for name, module in self.maps.items():
                 module.weight = before[name]
+        if tuning:
+            return row | curve
+        first = self.before(text, seed)
+        return row | curve | {key: [first[key], *curve[key]] for key in ("new", "old")}
 
     def _place(self, arm: Arm, learn: Windows) -> list[nn.Parameter]:
         form = "held" if arm.held else "shifted" if arm.directions == "pissa" else "plain"
@@ -271,29 +282,24 @@ class Study:
         test: Windows,
         seed: int,
         rate: float,
-        steps: int | None,
+        tuning: bool,
     ) -> Row:
         optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
         generator = torch.Generator().manual_seed(seed)
-        last = self.steps if steps is None else steps
-        stops = {
-            0,
-            *(max(1, round(share * last)) for share in (self.size.stops if steps is None else (1.0,))),
-        }
+        stops = {max(1, round(share * self.steps)) for share in ((1.0,) if tuning else self.size.stops)}
         spared = self._leading() if arm.spares else {}
-        row: Row = {"stops": sorted(stops), "new": [], "old": []}
-        for step in range(last + 1):
+        row: Row = {"stops": [0, *sorted(stops)], "new": [], "old": []}
+        for step in range(1, self.steps + 1):
+            inputs, targets = self._batch(arm, learn, generator)
+            optimizer.zero_grad()
+            F.cross_entropy(self.model(inputs).mT, targets).backward()
+            optimizer.step()
+            self._spare(spared)
             if step in stops:
                 row["new"].append(statistics.fmean(bits_per_byte(self.model, test)))
-                if steps is None:
+                if not tuning:
                     row["old"].append(bits_per_byte(self.model, self.old[1]))
-            if step < last:
-                inputs, targets = self._batch(arm, learn, generator)
-                optimizer.zero_grad()
-                F.cross_entropy(self.model(inputs).mT, targets).backward()
-                optimizer.step()
-                self._spare(spared)
-        if steps is None:
+        if not tuning:
             row["prose"] = statistics.fmean(bits_per_byte(self.model, self.prose))
         return row
 

@@ -62,14 +62,14 @@ def add_lora(
 def linear_maps(layer: nn.Module) -> Iterator[nn.Module]:
     """The modules of a layer that are linear maps; of transformers' Conv1D too."""
     for module in layer.modules():
-        if isinstance(module, nn.Linear) or _transposed(module):
+        if isinstance(module, nn.Linear) or is_transposed(module):
             yield module
 
 
 def sides(module: nn.Module) -> tuple[int, int]:
     """The inputs and outputs of a linear map."""
     rows, columns = module.get_parameter("weight").shape
-    return (rows, columns) if _transposed(module) else (columns, rows)
+    return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def corrected_maps(model: nn.Module) -> dict[str, nn.Module]:
@@ -119,7 +119,7 @@ def merge_lora(model: nn.Module) -> int:
         module.__dict__.pop(_HANDLE).remove()
         del module.__dict__[_SCALE]
         # Not in place: the matrix may be memory-mapped, or shared with another model.
-        weight = module.weight + (delta.T if _transposed(module) else delta)
+        weight = module.weight + (delta.T if is_transposed(module) else delta)
         module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
         for name in ("lora_a", "lora_b", "lora_a0", "lora_b0"):
             if hasattr(module, name):
@@ -160,7 +160,7 @@ def _correct(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output + module.__dict__[_SCALE] * corrected
 
 
-def _transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether a map keeps its matrix as (inputs, outputs)."""
     conv = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
     return isinstance(module, TransposedLinear) or conv

@@ -102,6 +102,11 @@ class DeltaStore:
         """SHA-256 of the base's weights."""
         return str(self._read()["weights"])
 
+    @property
+    def source(self) -> str | None:
+        """What the base was converted from, if it was."""
+        return self._read().get("source")
+
     def names(self) -> list[str]:
         return self.own.names()
 
@@ -145,8 +150,8 @@ class DeltaStore:
 
         table = self._read()
         folder = Path(table["folder"])
-        if not folder.is_dir() and table.get("source") is not None:  # the cache dropped what was converted
-            folder = _SOURCES["any"](table["source"])
+        if not folder.is_dir() and self.source is not None:  # the cache dropped what was converted
+            folder = _SOURCES["any"](self.source)
         if not folder.is_dir():
             raise CheckpointError(f"the base of {self.folder} is not at {folder}", setting="base")
         run = Run.open(folder)
