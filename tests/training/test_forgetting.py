@@ -28,15 +28,17 @@ Settings = Callable[..., TrainConfig]
 
 
 @pytest.fixture
-def settings(straight: Run, corpus: Path, old: Path) -> Settings:
-    """Settings that fine-tune a small run with a LoRA."""
+def settings(straight: Run, old: Path, tmp_path: Path) -> Settings:
+    """Settings that fine-tune a small run with a LoRA, on text that is unlike its own."""
     base = TrainConfig.from_dict(straight.read_config())
+    new = tmp_path / "new.txt"
+    new.write_text("ZQ#9 XW%7 " * 200)
 
     def make(**tune: Any) -> TrainConfig:
         steps = tune.pop("steps", 6)
         given = {"lora_rank": 2, "old_text": str(old), **tune}
         return replace(
-            base, init=str(straight.folder), data=str(corpus), steps=steps, save_every=2, eval_every=0,
+            base, init=str(straight.folder), data=str(new), steps=steps, save_every=2, eval_every=0,
             eval_bytes=300, optimizer=replace(base.optimizer, name="adamw", lr_matrix=0.05),
             tune=TuneConfig(**given),
         )  # fmt: skip

@@ -7,10 +7,11 @@
     all     README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
     (hf, gguf) topograd/, an adapter with its own card: stages, exits, LoRA, calibration.json
 
-What hf and gguf have is the plain model: all layers in order, the shared head, a LoRA merged. Stages are a way of training and of leaving early that these formats do not know: what belongs to them goes
-into the adapter (`runs/adapter.py`), where there is any. A last stage with a head of its own, relays, and
-predictions by several stages cannot be written, and are refused. Specialists are adapters already. Limits:
-families that were imported; our own GPT has no counterpart there.
+What hf and gguf have is the plain model: all layers in order, the shared head, a LoRA merged. Stages are a
+way of training and of leaving early that these formats do not know: what belongs to them goes into the
+adapter (`runs/adapter.py`), where there is any. A last stage with a head of its own, relays, and predictions
+by several stages cannot be written, and are refused. Specialists are adapters already. Limits: families that
+were imported; our own GPT has no counterpart there.
 """
 
 from __future__ import annotations

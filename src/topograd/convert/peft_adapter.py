@@ -166,8 +166,8 @@ def merge_peft(stack: Stack, adapter: PeftAdapter) -> None:
         if found != given:
             has = "none of that name" if found is None else f"one of {found[0]} and {found[1]}"
             raise CheckpointError(
-                f"{adapter.folder} corrects {module!r}, a map of {given[0]} inputs and {given[1]} outputs, and "
-                f"the model has {has}",
+                f"{adapter.folder} corrects {module!r}, a map of {given[0]} inputs and {given[1]} outputs, "
+                f"and the model has {has}",
                 setting="base",
                 remedy="give the base that it was made for",
             )
