@@ -50,7 +50,7 @@ def learned_everywhere(rows: Sequence[Row], texts: Sequence[str], arm: str) -> b
     return all(has_learned(rows, text, arm) for text in texts)
 
 
-def claims(texts: Sequence[str], rows: Sequence[Row]) -> list[Claim]:
+def claims(model: str, texts: Sequence[str], rows: Sequence[Row]) -> list[Claim]:
     """What was set before the run, on the texts that can be learned."""
     texts = learnable(texts, rows)
     if not texts:
@@ -58,20 +58,20 @@ def claims(texts: Sequence[str], rows: Sequence[Row]) -> list[Claim]:
     if not learned_everywhere(rows, texts, OURS):
         message = f"{OURS} gains less than a quarter of what {USUAL} does"
         rule = "failed if it does not learn"
-        return [Claim(f"{OURS} learns", PREDICTION, rule, message, FAILED, ())]
+        return [Claim(f"{model}: {OURS} learns", PREDICTION, rule, message, FAILED, ())]
     judged = []
     for peer in PEERS:
-        name = f"{OURS} forgets less than {peer} at one level of the new text"
-        if learned_everywhere(rows, texts, peer):
+        name = f"{model}: {OURS} forgets less than {peer} at one level of the new text"
+        if peer in arms_of(rows, texts[0]) and learned_everywhere(rows, texts, peer):
             effect = f"forgetting of {peer} less that of {OURS} at the level, bits per byte"
             judged.append(above(name, PREDICTION, effect, _less(at_level, rows, texts, peer)))
     effect = f"forgetting of {USUAL} less that of {OURS} at the end, bits per byte"
     values = _less(at_end, rows, texts, USUAL)
-    judged.append(above(f"{OURS} forgets less than {USUAL} at the end", PREDICTION, effect, values))
+    judged.append(above(f"{model}: {OURS} forgets less than {USUAL} at the end", PREDICTION, effect, values))
     won = {arm: [gain(row) for text in texts for row in of(rows, text, arm)] for arm in (OURS, USUAL)}
     values = [ours - 0.9 * usual for ours, usual in zip(won[OURS], won[USUAL], strict=True)]
     effect = f"the gain of {OURS} less 0.9 of that of {USUAL}, bits per byte of the new text"
-    judged.append(above(f"{OURS} learns as much as {USUAL}", PREDICTION, effect, values))
+    judged.append(above(f"{model}: {OURS} learns as much as {USUAL}", PREDICTION, effect, values))
     return judged
 
 
@@ -85,7 +85,7 @@ def _less(
     return [theirs - ours for theirs, ours in pairs]
 
 
-def tables(texts: Sequence[str], rows: Sequence[Row]) -> tuple[ResultTable, ...]:
+def tables(model: str, texts: Sequence[str], rows: Sequence[Row]) -> tuple[ResultTable, ...]:
     """All that can be learned together, then each by itself."""
     lines = []
     whole, texts = texts, learnable(texts, rows)
@@ -106,21 +106,23 @@ def tables(texts: Sequence[str], rows: Sequence[Row]) -> tuple[ResultTable, ...]
                 f"{statistics.fmean(row['prose'] for row in here):.3f}",
             )
         )
-    caption = f"{', '.join(texts)}, all seeds: what of the new text's bits per byte was won, and what the "
+    caption = (
+        f"{model}, {', '.join(texts)}, all seeds: what of the new text's bits per byte was won, and what the "
+    )
     caption += "model's own text has above the model before: at the end, and where all arms learned alike"
     header = ("arm", "learning", "rate", "learned", "forgotten", "forgotten at the level", "prose, BPB")
     return ResultTable(caption, header, tuple(lines)), *(table_of_text(text, rows) for text in whole)
 
 
-def findings(texts: Sequence[str], rows: Sequence[Row]) -> tuple[str, ...]:
+def findings(model: str, texts: Sequence[str], rows: Sequence[Row]) -> tuple[str, ...]:
     """Who learns most, and who forgets least."""
     arms = arms_of(rows, texts[0])
     won = {a: statistics.fmean(gain(r) / r["new"][0] for t in texts for r in of(rows, t, a)) for a in arms}
     lost = {arm: statistics.fmean(at_end(rows, texts, arm)) for arm in arms}
     most, least = max(won, key=lambda arm: won[arm]), min(lost, key=lambda arm: lost[arm])
     return (
-        f"{most} learns most: {100 * won[most]:.1f} % of the new texts' bits per byte, "
+        f"{model}: {most} learns most: {100 * won[most]:.1f} % of the new texts' bits per byte, "
         f"and forgets {lost[most]:.3f}.",
-        f"{least} forgets least at the end: {lost[least]:.3f} bits per byte, "
+        f"{model}: {least} forgets least at the end: {lost[least]:.3f} bits per byte, "
         f"and learns {100 * won[least]:.1f} %.",
     )

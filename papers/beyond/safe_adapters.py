@@ -1,7 +1,8 @@
-"""What LoRA in safe directions forgets, against null-space peers and replay, on SmolLM2 and three new texts.
+"""What LoRA in safe directions forgets, against null-space peers and replay, on three new texts.
 
 The product (`topograd train --lora-directions safe`) against what others do, at one rank and one number of
-steps, batches and forward passes. Arms, on the maps that read the residual stream (long has them all):
+steps, batches and forward passes, on the model that comes with the package and, where its wheel is, on
+SmolLM2 (there small has five arms and one seed). Arms, on the maps that read the residual stream:
 
     lora            A random, B zero, both learn                                  LoRA
     random          A random and held                                             the control of held arms
@@ -26,7 +27,7 @@ least:
     learning: what safe gains less 0.9 of what lora gains is above 0
 
 Source: "LoRA" (Hu et al.), "PiSSA" (Meng et al.), "LoRA-Null" (Tang et al.), "OPLoRA" (Xiong and Xie).
-Cost on one core: seconds for tiny; twenty minutes for small, where SmolLM2's wheel is; two hours for long.
+Cost on one core: seconds for tiny; small ten minutes for both models; long two hours.
 Limits. One rank, one length of text, sequences of 64 tokens, few steps; pairs of one text share the text's
 kind, so that nine of them are fewer than nine texts.
 """
@@ -36,7 +37,7 @@ from __future__ import annotations
 import gettext
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -106,41 +107,41 @@ class Size:
     rates: tuple[float, ...] = (2e-3, 6e-3)
     held_rates: tuple[float, ...] = (2e-2, 6e-2)
     stops: tuple[float, ...] = (0.5, 1.0)
-    arms: tuple[str, ...] = ("lora", "safe", "dead", "oplora", "replay")
+    arms: tuple[str, ...] = tuple(arm.name for arm in ARMS)
+    seeds: int | None = None
+    """Instead of those that are asked for."""
 
 
-SMALL = Size()
-LONG = Size(stops=(0.25, 0.5, 1.0), arms=tuple(arm.name for arm in ARMS))
+SIZES = {
+    "reference": Size(
+        old=48, judged=24, prose=8, tested=8, batch=4, rates=(3e-3, 1e-2), held_rates=(3e-2, 1e-1)
+    ),
+    "smollm2": Size(arms=("lora", "safe", "dead", "oplora", "replay"), seeds=1),
+}
+LONG = Size(stops=(0.25, 0.5, 1.0))
 TINY = Size(length=32, old=4, judged=2, prose=1, new=4, tested=2, rank=2, rates=(3e-3,), held_rates=(3e-2,))
 
 
 def run(args: Asked) -> Result:
-    """Every arm on every new text, seed by seed."""
-    models = folders(args)
-    name = "smollm2" if "smollm2" in models else "reference"
-    study = Study(open_session(models[name]), {"tiny": TINY, "long": LONG}.get(args.preset, SMALL), args)
+    """Every arm on every model and new text, seed by seed."""
     texts = [text for text in TEXTS if text != "german" or CATALOGS.is_dir()]
-    arms = [arm for arm in ARMS if arm.name in study.size.arms]
-    rates = {arm.name: study.tuned(arm, texts[-1]) for arm in arms}
-    rows: list[Row] = []
-    total = args.seeds * len(texts) * len(arms)
-    for seed in range(args.seeds):
-        for text in texts:
-            for arm in arms:
-                key = {"base": text, "arm": arm.name, "seed": seed, "rate": rates[arm.name]}
-                found = args.kept.row(
-                    key | {"model": name}, partial(study.learn, arm, text, seed, key["rate"])
-                )
-                rows.append({**key, **found})
-                args.on_more(len(rows), total)
+    models = folders(args)
+    sizes = {name: {"tiny": TINY, "long": LONG}.get(args.preset, SIZES[name]) for name in models}
+    total = sum((size.seeds or args.seeds) * len(texts) * len(size.arms) for size in sizes.values())
+    rows: dict[str, list[Row]] = {}
+    for (name, folder), steps in zip(models.items(), args.parts("steps"), strict=False):
+        study = Study(name, open_session(folder), sizes[name], args, steps)
+        rows[name] = []
+        for row in study.rows(texts):
+            rows[name].append(row)
+            args.on_more(sum(map(len, rows.values())), total)
     return Result(
-        setting=f"Model: {name}. New texts: {', '.join(texts)}. Old text: the model's own. Rank "
-        f"{study.size.rank}, {args.steps} steps of {study.size.batch} sequences of {study.size.length}.",
-        rows=rows,
-        tables=tables(texts, rows),
-        findings=findings(texts, rows),
-        drawing=drawing(rows, texts[0]),
-        claims=tuple(claims(texts, rows)),
+        setting=f"Models: {', '.join(models)}. New texts: {', '.join(texts)}. Old text: the model's own.",
+        rows=[{"model": name, **row} for name, part in rows.items() for row in part],
+        tables=tuple(table for name, part in rows.items() for table in tables(name, texts, part)),
+        findings=tuple(line for name, part in rows.items() for line in findings(name, texts, part)),
+        drawing=drawing(rows[next(iter(models))], texts[0]),
+        claims=tuple(claim for name, part in rows.items() for claim in claims(name, texts, part)),
         seeds=args.seeds,
     )
 
@@ -180,14 +181,27 @@ TEXTS: Mapping[str, Callable[[int], list[str]]] = {"facts": facts, "code": code,
 class Study:
     """One model and everything that an arm needs of it."""
 
-    def __init__(self, session: LoadedTextRun, size: Size, args: Asked) -> None:
-        self.session, self.size, self.args, self.steps = session, size, args, args.steps
+    def __init__(self, name: str, session: LoadedTextRun, size: Size, args: Asked, steps: int) -> None:
+        self.name, self.session, self.size, self.args, self.steps = name, session, size, args, steps
         self.model = Predictor(session.stack, session.plan).eval().requires_grad_(False)
         self.maps = {
             name: module
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Linear) and name.startswith("stack.layers.") and name.endswith(READERS)
         }
+
+    def rows(self, texts: Sequence[str]) -> Iterator[Row]:
+        """Every arm on every text, seed by seed."""
+        arms = [arm for arm in ARMS if arm.name in self.size.arms]
+        rates = {arm: self.tuned(arm, texts[-1]) for arm in arms}
+        for seed in range(self.size.seeds or self.args.seeds):
+            for text in texts:
+                for arm in arms:
+                    key = {"base": text, "arm": arm.name, "seed": seed, "rate": rates[arm]}
+                    yield {**key, **self._kept(key, partial(self.learn, arm, text, seed, rates[arm]))}
+
+    def _kept(self, key: Row, make: Callable[[], Row]) -> Row:
+        return self.args.kept.row({"model": self.name, **key}, make)
 
     @cached_property
     def old(self) -> tuple[Windows, Windows]:
@@ -198,7 +212,7 @@ class Study:
         def draw() -> Row:
             return {"tokens": sampled_text(self.session, rows, size.length).tolist()}
 
-        tokens = self.args.kept.row({"own text": rows, "length": size.length}, draw)["tokens"]
+        tokens = self._kept({"own text": rows, "length": size.length}, draw)["tokens"]
         documents = [[*row, self.session.tokenizer.separator] for row in tokens]
         text = cut(self.session, documents, size.length, rows)
         parts = [
@@ -237,7 +251,7 @@ class Study:
         for rate in rates:
             key = {"base": text, "arm": arm.name, "seed": TUNING, "rate": rate}
             made = partial(self.learn, arm, text, TUNING, rate, tuning=True)
-            ends[rate] = self.args.kept.row(key, made)["new"][-1]
+            ends[rate] = self._kept(key, made)["new"][-1]
         return min(rates, key=lambda rate: ends[rate])
 
     def before(self, text: str, seed: int) -> Row:
@@ -248,7 +262,7 @@ class Study:
             new = statistics.fmean(bits_per_byte(self.model, test))
             return {"new": new, "old": bits_per_byte(self.model, self.old[1])}
 
-        return self.args.kept.row({"base": text, "before": True, "seed": seed}, read)
+        return self._kept({"base": text, "before": True, "seed": seed}, read)
 
     def learn(self, arm: Arm, text: str, seed: int, rate: float, tuning: bool = False) -> Row:
         """Bits per byte at every stop, first before any step; to tune a rate of the new text alone."""

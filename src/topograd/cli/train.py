@@ -272,3 +272,8 @@ def show(args: Train, config: TrainConfig, results: dict[str, Any]) -> None:
         print_json(results)
     else:
         out().print(readings_table(config, results))
+        if "forgotten" in results:
+            learned, forgotten = results["learned"], results["forgotten"]
+            out().print(
+                f"bits per byte: {learned:.4f} learned of the new text, {forgotten:.4f} forgotten of the old"
+            )

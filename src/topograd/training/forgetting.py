@@ -89,7 +89,7 @@ class TunedReading:
     """An evaluation with what was learned and forgotten."""
 
     new: Reading
-    learned: float | None
+    learned: float
     """Bits per byte of held-out new text below the base's."""
     forgotten: float
 
@@ -157,9 +157,8 @@ class Forgetting:
 
     def reading(self, new: Reading) -> TunedReading:
         """An evaluation of new text with what was learned and forgotten; the first one is the base's."""
-        now = new.as_dict().get("bpb", {}).get("prediction")
-        before = self.before.setdefault("new", now)
-        return TunedReading(new, before - now, self.read())
+        now = float(new.as_dict()["bpb"]["prediction"])
+        return TunedReading(new, self.before.setdefault("new", now) - now, self.read())
 
     def bound(self, step: int) -> None:
         """Scale the corrections down where they have cost more than they may, if it is time to look."""

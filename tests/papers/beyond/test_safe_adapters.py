@@ -25,7 +25,7 @@ ARMS = {arm.name: arm for arm in study.ARMS}
 
 @pytest.fixture(scope="module")
 def small(straight: Run) -> study.Study:
-    return study.Study(open_session(straight.folder), SMALL, asked("safe-adapters", "tiny", steps=2))
+    return study.Study("own", open_session(straight.folder), SMALL, asked("safe-adapters", "tiny"), 2)
 
 
 def test_the_study_in_miniature(straight: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,6 @@ def test_claims_are_over_texts_and_seeds_where_something_is_learned() -> None:
     assert learnable(["a", "b", "flat"], rows) == ["a", "b"]
     assert at_end(rows, ["a"], "safe") == pytest.approx([0.01] * 3)
     assert at_level(rows, ["a"], "lora") == pytest.approx([0.2, 0.205, 0.21])
-    judged = {claim.name: claim.verdict for claim in claims(["a", "b", "flat"], rows)}
+    judged = {claim.name: claim.verdict for claim in claims("own", ["a", "b", "flat"], rows)}
     assert len(judged) == 6
     assert set(judged.values()) == {HELD}
