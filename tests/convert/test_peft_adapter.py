@@ -125,7 +125,7 @@ def test_an_adapter_stands_on_a_run_too(source: Source, tmp_path: Path, call: Ca
     wanted = logits(read_by_peft(folder, adapter))
     torch.testing.assert_close(tg.load(tmp_path / "run").logits(TOKENS), wanted, rtol=0, atol=2e-5)
     assert call("generate", adapter, "--prompt", "def", "--tokens", 3, "--json").json["tokens"] == 3
-    assert call("score", adapter, "--text", "def read", "--json").code == 0
+    assert call("score", adapter, "--context", "def ", "--continuation", "read", "--json").code == 0
     assert "given with an adapter" in call("import", folder, *flags[:2], "--out", tmp_path / "no").refusal
 
 

@@ -52,7 +52,7 @@ def test_a_step_learns_the_new_text(source: Any) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
 
 
