@@ -113,9 +113,9 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "pruning": {"tiny": Size(0.3, 1), "small": Size(8, 30)},
     "adapter-placement": {"tiny": Size(0.2, (2, 2), seeds=1), "small": Size(10, (24, 16), seeds=3)},
     "safe-adapters": {
-        "tiny": Size(0.3, (3,), seeds=1),
-        "small": Size(10, (24, 8), seeds=3),
-        "long": Size(120, (48, 32), seeds=3),
+        "tiny": Size(0.3, 3, seeds=1),
+        "small": Size(20, 8, seeds=3),
+        "long": Size(120, 32, seeds=3),
     },
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {

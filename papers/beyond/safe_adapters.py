@@ -1,8 +1,8 @@
 """What LoRA in safe directions forgets, against null-space peers and replay, on three new texts.
 
 The product (`topograd train --lora-directions safe`) against what others do, at one rank and one number of
-steps, batches and forward passes, on the model that comes with the package and, where its wheel is, on
-SmolLM2 (there small has five arms and one seed). Arms, on the maps that read the residual stream:
+steps, batches and forward passes, on SmolLM2 where its wheel is and else on the model that comes with the
+package. Arms, on the maps that read the residual stream (small leaves out random and pissa):
 
     lora            A random, B zero, both learn                                  LoRA
     random          A random and held                                             the control of held arms
@@ -27,7 +27,7 @@ least:
     learning: what safe gains less 0.9 of what lora gains is above 0
 
 Source: "LoRA" (Hu et al.), "PiSSA" (Meng et al.), "LoRA-Null" (Tang et al.), "OPLoRA" (Xiong and Xie).
-Cost on one core: seconds for tiny; small ten minutes for both models; long two hours.
+Cost on one core: seconds for tiny; small twenty minutes on SmolLM2, long two hours.
 Limits. One rank, one length of text, sequences of 64 tokens, few steps; pairs of one text share the text's
 kind, so that nine of them are fewer than nine texts.
 """
@@ -108,40 +108,30 @@ class Size:
     held_rates: tuple[float, ...] = (2e-2, 6e-2)
     stops: tuple[float, ...] = (0.5, 1.0)
     arms: tuple[str, ...] = tuple(arm.name for arm in ARMS)
-    seeds: int | None = None
-    """Instead of those that are asked for."""
 
 
-SIZES = {
-    "reference": Size(
-        old=48, judged=24, prose=8, tested=8, batch=4, rates=(3e-3, 1e-2), held_rates=(3e-2, 1e-1)
-    ),
-    "smollm2": Size(arms=("lora", "safe", "dead", "oplora", "replay"), seeds=1),
-}
+SMALL = Size(arms=("lora", "safe", "dead", "oplora", "replay"))
 LONG = Size(stops=(0.25, 0.5, 1.0))
 TINY = Size(length=32, old=4, judged=2, prose=1, new=4, tested=2, rank=2, rates=(3e-3,), held_rates=(3e-2,))
 
 
 def run(args: Asked) -> Result:
-    """Every arm on every model and new text, seed by seed."""
+    """Every arm on every new text, seed by seed."""
     texts = [text for text in TEXTS if text != "german" or CATALOGS.is_dir()]
-    models = folders(args)
-    sizes = {name: {"tiny": TINY, "long": LONG}.get(args.preset, SIZES[name]) for name in models}
-    total = sum((size.seeds or args.seeds) * len(texts) * len(size.arms) for size in sizes.values())
-    rows: dict[str, list[Row]] = {}
-    for (name, folder), steps in zip(models.items(), args.parts("steps"), strict=False):
-        study = Study(name, open_session(folder), sizes[name], args, steps)
-        rows[name] = []
-        for row in study.rows(texts):
-            rows[name].append(row)
-            args.on_more(sum(map(len, rows.values())), total)
+    name, folder = list(folders(args).items())[-1]
+    size = {"tiny": TINY, "long": LONG}.get(args.preset, SMALL)
+    study, rows = Study(name, open_session(folder), size, args), list[Row]()
+    for row in study.rows(texts):
+        rows.append(row)
+        args.on_more(len(rows), args.seeds * len(texts) * len(size.arms))
     return Result(
-        setting=f"Models: {', '.join(models)}. New texts: {', '.join(texts)}. Old text: the model's own.",
-        rows=[{"model": name, **row} for name, part in rows.items() for row in part],
-        tables=tuple(table for name, part in rows.items() for table in tables(name, texts, part)),
-        findings=tuple(line for name, part in rows.items() for line in findings(name, texts, part)),
-        drawing=drawing(rows[next(iter(models))], texts[0]),
-        claims=tuple(claim for name, part in rows.items() for claim in claims(name, texts, part)),
+        setting=f"Model: {name}. New texts: {', '.join(texts)}. Old text: the model's own. Rank {size.rank}, "
+        f"{args.steps} steps of {size.batch} sequences of {size.length} tokens.",
+        rows=rows,
+        tables=tables(name, texts, rows),
+        findings=findings(name, texts, rows),
+        drawing=drawing(rows, texts[0]),
+        claims=tuple(claims(name, texts, rows)),
         seeds=args.seeds,
     )
 
@@ -181,8 +171,8 @@ TEXTS: Mapping[str, Callable[[int], list[str]]] = {"facts": facts, "code": code,
 class Study:
     """One model and everything that an arm needs of it."""
 
-    def __init__(self, name: str, session: LoadedTextRun, size: Size, args: Asked, steps: int) -> None:
-        self.name, self.session, self.size, self.args, self.steps = name, session, size, args, steps
+    def __init__(self, name: str, session: LoadedTextRun, size: Size, args: Asked) -> None:
+        self.name, self.session, self.size, self.args, self.steps = name, session, size, args, args.steps
         self.model = Predictor(session.stack, session.plan).eval().requires_grad_(False)
         self.maps = {
             name: module
@@ -194,7 +184,7 @@ class Study:
         """Every arm on every text, seed by seed."""
         arms = [arm for arm in ARMS if arm.name in self.size.arms]
         rates = {arm: self.tuned(arm, texts[-1]) for arm in arms}
-        for seed in range(self.size.seeds or self.args.seeds):
+        for seed in range(self.args.seeds):
             for text in texts:
                 for arm in arms:
                     key = {"base": text, "arm": arm.name, "seed": seed, "rate": rates[arm]}

@@ -126,7 +126,9 @@ def test_an_adapter_stands_on_a_run_too(source: Source, tmp_path: Path, call: Ca
     torch.testing.assert_close(tg.load(tmp_path / "run").logits(TOKENS), wanted, rtol=0, atol=2e-5)
     assert call("generate", adapter, "--prompt", "def", "--tokens", 3, "--json").json["tokens"] == 3
     assert call("score", adapter, "--context", "def ", "--continuation", "read", "--json").code == 0
-    assert "given with an adapter" in call("import", folder, *flags[:2], "--out", tmp_path / "no").refusal
+    wrong = call("import", folder, *flags[:2], "--out", tmp_path / "no")
+    assert wrong.code == 2
+    assert "given with an adapter" in wrong.err
 
 
 def test_what_is_no_lora_is_refused(source: Source, tmp_path: Path) -> None:

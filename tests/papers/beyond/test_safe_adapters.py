@@ -25,7 +25,7 @@ ARMS = {arm.name: arm for arm in study.ARMS}
 
 @pytest.fixture(scope="module")
 def small(straight: Run) -> study.Study:
-    return study.Study("own", open_session(straight.folder), SMALL, asked("safe-adapters", "tiny"), 2)
+    return study.Study("own", open_session(straight.folder), SMALL, asked("safe-adapters", "tiny", steps=2))
 
 
 def test_the_study_in_miniature(straight: Run, monkeypatch: pytest.MonkeyPatch) -> None:
