@@ -4,7 +4,8 @@
 
 A small model learns one text, then a second one through LoRA of rank 4: once with A random and free to move,
 once with A held in the *safe* directions of its inputs. The loss on the first text is what it forgot. What
-this gains on a real model is in docs/results/2026-11-17-geometry-uses.md.
+this gains on a real model is in docs/results/2026-11-18-safe-adapters.md; for a run, a Hugging Face folder or
+a GGUF file the command `topograd train --lora-directions safe` does all of it.
 """
 
 import torch
@@ -54,11 +55,11 @@ def train(model: nn.Module, text: Batch, rate: float) -> None:
 def adapt(model: nn.Module, old: Batch, new: Batch, safe: bool) -> None:
     """Learn the new text through LoRA on every map that reads the stream."""
     maps = [name for name, _ in model.named_modules() if name.endswith(("query", "key", "value", "up"))]
-    before, behind = (tg.geometry.read_maps(model, maps, text) for text in (old, new))
+    before, behind = (tg.geometry.input_moments(model, maps, [text[0]]) for text in (old, new))
     model.requires_grad_(False)
     for name in maps:
         module = model.get_submodule(name)
-        a = tg.geometry.adapter_directions("safe", before[name].A, behind[name].A, RANK) if safe else None
+        a = tg.geometry.adapter_directions("safe", before[name], behind[name], RANK) if safe else None
         register_parametrization(module, "weight", LowRank(module.get_parameter("weight"), a))
     train(model, new, rate=0.1 if safe else 0.01)
 

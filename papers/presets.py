@@ -123,6 +123,11 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(20, 400, 48, 3),
         "long": Size(40, 1600, 48, 5),
     },
+    "safe-adapters": {
+        "tiny": Size(0.3, 3, seeds=1),
+        "small": Size(20, 8, seeds=3),
+        "long": Size(120, 32, seeds=3),
+    },
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {
         "tiny": Size(0.1, (10,), seeds=1),

@@ -248,6 +248,13 @@ STUDIES: Mapping[str, Study] = {
         "edges that scale a gradient, and none that round or delay it).",
         "beyond.edges",
     ),
+    "safe-adapters": Study(
+        "Fine-tuning without forgetting, against null-space peers",
+        "LoRA held in safe directions learns a new text and forgets less of the model's own than LoRA, dead "
+        "directions (LoRA-Null), OPLoRA and replay (a use of Dead Directions, §5.1, that the paper does not "
+        "test).",
+        "beyond.safe_adapters",
+    ),
     "chain-rates": Study(
         "Where a trained chain still shows its rate",
         "A chain that descends toward a singularity shows the exponent of its rate under other activations, "

@@ -22,7 +22,7 @@ NAMES = {
     *("TrainConfig", "OptimizerConfig", "preset", "Trainer", "start", "resume", "score"),
     *("Text", "evaluate", "Evaluation", "Predictor", "stage_outputs"),
     *("Model", "load", "generate", "Engine", "FixedDepth", "PathEnsemble", "Wand", "Speculate", "DraftRule"),
-    *("Sampling", "generate_tokens", "TopogradError"),
+    *("Sampling", "generate_tokens", "TopogradError", "held_peft_model"),
 }
 VALUES = {"MODELS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PROPERTIES", "REFERENCE", "__version__"}
 FOLDERS = {"fields", "geometry", "interfaces", "optim", "specialists"}

@@ -56,7 +56,7 @@ class Base:
 def folders(args: Asked) -> dict[str, Path]:
     """The models that a study takes: at the preset small SmolLM2 too, where its wheel or its run is."""
     result = {"reference": REFERENCE}
-    if args.preset == "small" and args.kept.file is not None:
+    if args.preset != "tiny" and args.kept.file is not None:
         place = args.kept.file.parent / "specialists-work"
         place.mkdir(parents=True, exist_ok=True)
         if (folder := smollm2(place)) is not None:

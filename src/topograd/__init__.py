@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from topograd import interfaces as interfaces
     from topograd import optim as optim
     from topograd import specialists as specialists
+    from topograd.convert.peft_training import held_peft_model as held_peft_model
     from topograd.data.windows import Text as Text
     from topograd.decode.drafters import DraftRule as DraftRule
     from topograd.decode.engine import Engine as Engine
@@ -120,6 +121,7 @@ else:
         "evaluate": "training.evaluation",
         "generate": "decode.model",
         "generate_tokens": "decode.strategies",
+        "held_peft_model": "convert.peft_training",
         "linear_cross_entropy": "exec.linear_cross_entropy",
         "load": "decode.model",
         "make_optimizers": "training.optimizers",

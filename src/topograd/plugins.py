@@ -14,7 +14,10 @@ ENTRIES: dict[str, dict[str, str]] = {
         "ddc-adam": "topograd.training.optimizers:ddc_adam",
         "ddc-muon": "topograd.training.optimizers:ddc_muon",
     },
-    "model source": {"any": "topograd.convert.model_argument:resolve_model"},  # used by `decode/model.py`
+    "model source": {
+        "any": "topograd.convert.model_argument:resolve_model"
+    },  # used by decode, runs, training
+    "own text": {"sampled": "topograd.decode.sampled_text:sampled_text"},  # used by `training/forgetting.py`
     "search": {  # used by `training/runs.py`
         "soft": "topograd.search.soft:SoftTask",
         "surgery": "topograd.search.surgery:SurgeryTask",

@@ -77,6 +77,7 @@ READERS: dict[str, Callable[[torch.device], Any]] = {
     "inspect a gpt": lambda d: geometry.inspect(small_gpt(d), text(d)),
     "read_checkpoint": lambda d: _told(geometry.read_checkpoint(network(d), data(d))),
     "weight_norm": lambda d: geometry.weight_norm(network(d)),
+    "input_moments": lambda d: geometry.input_moments(network(d), ["3"], [data(d)[0]]),
     "read_maps": lambda d: geometry.read_maps(network(d), ["3"], data(d)),
     "projections": lambda d: _projected(network(d), data(d)),
     "bottoms": lambda d: _bottoms(network(d), data(d)),

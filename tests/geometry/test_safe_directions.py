@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from raising import refused
 from topograd.errors import GeometryError
-from topograd.geometry.safe_directions import RIDGE, adapter_directions, read_maps
+from topograd.geometry.safe_directions import RIDGE, adapter_directions, input_moments, read_maps
 
 
 def moment(seed: int, d: int = 6) -> Tensor:
@@ -71,3 +71,27 @@ def test_maps_are_read_as_one_sample_at_a_time() -> None:
 def test_as_many_directions_as_inputs_at_most() -> None:
     with refused(GeometryError, setting="count", given=7):
         adapter_directions("dead", moment(0), moment(1), 7)
+
+
+@pytest.mark.parametrize("limit", [2**30, 1], ids=["one pass", "a pass for each map"])
+def test_moments_are_those_of_all_inputs(limit: int) -> None:
+    torch.manual_seed(0)
+    inner, outer, idle = nn.Linear(3, 4).double(), nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer, self.idle = inner, outer, idle
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(inner(x))
+            return torch.tanh(outer(h)) + outer(h)
+
+    batches = [torch.randn(2, 5, 3).double(), torch.randn(4, 5, 3).double()]
+    found = input_moments(Chain(), ["inner", "outer", "idle"], batches, limit)
+    rows = torch.cat([x.flatten(0, 1) for x in batches])
+    hidden = torch.tanh(inner(rows)).detach()
+    torch.testing.assert_close(found["inner"], rows.T @ rows / len(rows))
+    torch.testing.assert_close(found["outer"], hidden.T @ hidden / len(rows))
+    assert "idle" not in found
+    assert not inner._forward_pre_hooks

@@ -1,4 +1,4 @@
-"""`topograd export`: write a run's model for transformers, for llama.cpp or for ONNX Runtime."""
+"""`topograd export`: write a run's model for transformers, llama.cpp, ONNX Runtime, or its LoRA for peft."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from topograd.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a run's model: a folder for transformers, a GGUF file for llama.cpp, or its stages as ONNX."""
+    """Write a run's model: a folder for transformers, a GGUF file for llama.cpp, its stages as ONNX, or what
+    LoRA learned as an adapter for peft."""
 
     model: ModelArgument
     out: Path
     """The new folder to write."""
-    format: Literal["hf", "gguf", "onnx"] = "hf"
+    format: Literal["hf", "gguf", "onnx", "peft"] = "hf"
     """hf: config.json, safetensors, tokenizer.json; gguf: one file (extra `models`); onnx: a graph for each
-    stage and a script that runs them (extra `runtime`)."""
+    stage and a script that runs them (extra `runtime`); peft: an adapter, for a run of --lora-rank."""
     weights: Literal["F32", "F16", "Q8_0", "Q4_1", "Q4_0"] | None = None
     """How a GGUF file keeps matrices; by default F32, as the other formats always do."""
     json: Json = False

@@ -13,12 +13,14 @@ from topograd.cli.console import Json, note, out, parse, print_json
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Make a run of a Hugging Face folder or a GGUF file; every verb works on it."""
+    """Make a run of a Hugging Face folder, a GGUF file or an adapter of peft's; every verb works on it."""
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """A folder with config.json, *.safetensors and tokenizer.json, or a .gguf file (extra `models`)."""
     out: Path
     """The run's folder."""
+    base: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """The model of an adapter, where it is not the one that the adapter names."""
     partition: str = "L"
     """Layers per stage, as "10,10,10": where it may be left early; "L" is one stage."""
     context: int | None = None
@@ -35,7 +37,12 @@ def run(argv: list[str]) -> int:
 
     note(f"reading {args.source}")
     found = import_model(
-        args.source, args.out, partition=args.partition, context=args.context, copy=args.copy
+        args.source,
+        args.out,
+        partition=args.partition,
+        context=args.context,
+        copy=args.copy,
+        base=args.base,
     )
     if not found["native"]:
         note(

@@ -58,6 +58,7 @@ class Train:
         ),
         *("--model.layers", "--model.width", "--model.heads", "--model.context", "--optimizer.name"),
         *("--eval-every", "--save-every", "--lora-rank", "--parallel"),
+        *("--lora-directions", "--old-text", "--max-forgetting"),
     )
     """What --help shows; --help-all shows every flag."""
 
@@ -123,6 +124,7 @@ def _read(argv: list[str]) -> Train:
     first.add_argument("--config", nargs="?")
     first.add_argument("--init", nargs="?")
     first.add_argument("--task", nargs="?")
+    first.add_argument("--lora-directions", "--lora_directions", nargs="?")
     known = first.parse_known_args(argv)[0]
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     if "--resume" in flags:
@@ -142,7 +144,8 @@ def _read(argv: list[str]) -> Train:
     settings = preset(known.preset or Train.preset)
     if known.init is not None and known.init.strip():
         small = bool({"--lora-rank", "--frozen"}.intersection(flags))
-        settings = _shaped_like(settings, Path(known.init), small)
+        held = known.lora_directions in ("random", "dead", "safe")
+        settings = _shaped_like(settings, known.init, small, held)
     base = Train(settings=settings)
     if known.config is None or not known.config.strip():  # an empty word is refused with the other flags
         return parse(Train, argv, "train", base)
@@ -177,24 +180,25 @@ def _not_typed(argv: list[str], values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _shaped_like(config: TrainConfig, folder: Path, small: bool) -> TrainConfig:
-    """The settings with the model and the tokenizer of the run to begin with; its topology is not taken.
+def _shaped_like(config: TrainConfig, model: str, small: bool, held: bool) -> TrainConfig:
+    """The settings with the shape and the tokenizer of the model to begin with; its topology is not taken.
 
     A model from outside gets the gentle rates of `tuning`; higher ones where a `small` part of it learns.
     """
+    from topograd.convert.model_argument import resolve_model
     from topograd.runs.folder import Run
 
-    base = TrainConfig.from_dict(Run.open(folder).read_config())
+    base = TrainConfig.from_dict(Run.open(resolve_model(model)).read_config())
     if base.model.task != "text":
         raise ConfigError(
-            f"init is {folder}, a run on {base.model.task}",
+            f"init is {model}, a run on {base.model.task}",
             setting="init",
-            given=folder,
+            given=model,
             remedy="give one on text",
         )
     config = replace(config, model=base.model, tokenizer=base.tokenizer)
-    config = replace(config, init=str(folder), data=config.data or base.data)
-    return tuning(config, small) if base.brings_tokenizer else config
+    config = replace(config, init=model, data=config.data or base.data)
+    return tuning(config, small, held) if base.brings_tokenizer else config
 
 
 def read_config_file(file: Path) -> dict[str, Any]:
@@ -268,3 +272,8 @@ def show(args: Train, config: TrainConfig, results: dict[str, Any]) -> None:
         print_json(results)
     else:
         out().print(readings_table(config, results))
+        if "forgotten" in results:
+            learned, forgotten = results["learned"], results["forgotten"]
+            out().print(
+                f"bits per byte: {learned:.4f} learned of the new text, {forgotten:.4f} forgotten of the old"
+            )

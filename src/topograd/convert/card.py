@@ -131,7 +131,7 @@ def _learned(config: TrainConfig) -> str:
     if tune.frozen:
         how = f"heads of rank {tune.exit_rank} at the exits learned; full depth is the base's, bit for bit"
     elif tune.lora_rank:
-        how = f"corrections of rank {tune.lora_rank} to its layers learned (LoRA)"
+        how = f"corrections of rank {tune.lora_rank} to its layers learned (LoRA, {tune.lora_directions})"
     elif tune.only_stage:
         how = f"stage {tune.only_stage} alone learned"
     else:

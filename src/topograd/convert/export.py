@@ -3,14 +3,15 @@
     hf      config.json, model.safetensors (tied weights once), tokenizer.json, tokenizer_config.json
     gguf    model.gguf: weights as F32, F16, Q8_0, Q4_1 or Q4_0, sizes and tokenizer in its metadata
     onnx    a graph for each stage and head, a manifest and a script (`onnx_export.py`)
+    peft    what LoRA learned, without the base (`peft_adapter.py`)
     all     README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
-    (not onnx) topograd/, a adapter with its own card: stages, exits, LoRA, calibration.json
+    (hf, gguf) topograd/, an adapter with its own card: stages, exits, LoRA, calibration.json
 
-What is written is the plain model: all layers in order, the shared head, a LoRA merged into its matrices.
-Stages are a way of training and of leaving early that these formats do not know: what belongs to them goes
-into the adapter (`runs/adapter.py`), where there is any. A last stage with a head of its own, relays, and
-predictions by several stages cannot be written, and are refused. Specialists are adapters already. Limits:
-families that were imported; our own GPT has no counterpart there.
+What hf and gguf have is the plain model: all layers in order, the shared head, a LoRA merged. Stages are a
+way of training and of leaving early that these formats do not know: what belongs to them goes into the
+adapter (`runs/adapter.py`), where there is any. A last stage with a head of its own, relays, and predictions
+by several stages cannot be written, and are refused. Specialists are adapters already. Limits: families that
+were imported; our own GPT has no counterpart there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from topograd.convert.card import card
 from topograd.convert.families import family_config, hugging_face_config
 from topograd.convert.gguf_tokenizer import tokenizer_json
+from topograd.convert.peft_adapter import write_peft
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.data.tokenizer import FILE
@@ -41,7 +43,7 @@ from topograd.runs.delta_store import DeltaStore
 from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runtime.choice import installed
 
-FORMATS = ("hf", "gguf", "onnx")
+FORMATS = ("hf", "gguf", "onnx", "peft")
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAMPLE = "Hello  World's 12345 don't WE'LL\n\n\tdef f(x):  # Ünïcode 漢字 😀 e\u0301 3.14\r\n   end "
 """What a tokenizer must split alike before and behind an export: words, digits, spaces, marks."""
@@ -55,12 +57,17 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     if out.exists():
         raise RunError(f"{out} exists already", remedy="export to another folder, or delete it")
     session = open_session(folder)
-    plain = None if format_ == "onnx" else _plain(session)
+    plain = _plain(session) if format_ in ("hf", "gguf") else None
+    if format_ == "peft":
+        _check_plain(session, adapted=True)
+    more: dict[str, Any] = {}
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        if plain is None:
+        if format_ == "peft":
+            more = write_peft(temporary, session)
+        elif plain is None:
             _write_onnx(temporary, session)
         else:
             stack, tokenizer = plain
@@ -75,7 +82,7 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     files = sorted(path.name for path in out.iterdir())
-    return {"run": str(session.run.folder), "format": format_, "out": str(out), "files": files}
+    return {"run": str(session.run.folder), "format": format_, "out": str(out), "files": files, **more}
 
 
 def _write_onnx(folder: Path, session: LoadedTextRun) -> None:
@@ -88,14 +95,20 @@ def _write_onnx(folder: Path, session: LoadedTextRun) -> None:
 
 def _plain(session: LoadedTextRun) -> tuple[Transformer, HFTokenizer]:
     """The model and the tokenizer, if others know their like."""
+    _check_plain(session)
+    return cast(Transformer, session.stack), session.tokenizer.to_hf()
+
+
+def _check_plain(session: LoadedTextRun, adapted: bool = False) -> None:
+    """Refuse a model that others do not know; one that transformers runs unless `adapted`."""
     stack, where = session.stack, session.run.folder
     kind = session.config.model.kind
-    if kind == "hf":
+    if kind == "hf" and not adapted:
         raise ConfigError(
             f"{where} is a model which transformers runs here",
             remedy=("only families with a stack of our own are exported, and transformers has it already"),
         )
-    if kind not in TRAITS or not session.config.brings_tokenizer:
+    if kind not in (*TRAITS, "hf") or not session.config.brings_tokenizer:
         raise ConfigError(
             f"{where} is a model of our own kind, which no other program knows",
             remedy="only imported models are exported: keep the run's folder",
@@ -107,7 +120,6 @@ def _plain(session: LoadedTextRun) -> tuple[Transformer, HFTokenizer]:
             "these formats cannot say",
             remedy="keep the run's folder",
         )
-    return cast(Transformer, stack), session.tokenizer.to_hf()
 
 
 def _write_adapter(folder: Path, session: LoadedTextRun, stack: Transformer) -> None:

@@ -3,6 +3,7 @@
     Hugging Face folder   config.json, *.safetensors (sharded too), tokenizer.json: weights are referred to by
                           path and SHA-256, or copied
     GGUF file             dequantised to float32 once, into the run; the tokenizer is in its metadata
+    adapter of peft's     merged into the model that it belongs to, which is any of these or a run; copied
 
 Everything is read and checked before anything is written: what does not fit leaves no folder behind. Weights
 are memory-mapped, so that checking a model takes little more memory than its largest tensor, and opening it
@@ -18,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from topograd.convert.adapted import adapt_folder
-from topograd.convert.card import origin_of_folder, origin_of_gguf, write_card, write_origin
+from topograd.convert.card import origin_of_folder, origin_of_gguf, source_name, write_card, write_origin
 from topograd.convert.families import config_of, is_native, load_tensors
 from topograd.convert.huggingface import local_model, without_weights
+from topograd.convert.peft_adapter import base_of, is_peft, merge_peft, read_peft
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
@@ -42,7 +44,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.external_weights import NAME as WEIGHTS
 from topograd.runs.external_weights import TensorLocation, describe
 from topograd.runs.folder import Run
-from topograd.runs.session import bind_tokenizer
+from topograd.runs.session import bind_tokenizer, open_session
 from topograd.runs.topology_config import TopologyConfig
 
 CONTEXT = 2048
@@ -72,12 +74,18 @@ def import_model(
     partition: str = "L",
     context: int | None = None,
     copy: bool = False,
+    base: Path | str | None = None,
 ) -> dict[str, Any]:
-    """Make the run `out` of the model at `source`, a path or hf:ORG/NAME, and say what it is."""
+    """Make the run `out` of the model at `source`, a path or hf:ORG/NAME, and say what it is.
+
+    `base` is the model of an adapter, where it is not the one that the adapter names.
+    """
     began = time.perf_counter()
     source = local_model(source)
+    if base is not None and not is_peft(source):
+        raise ConfigError(setting="base", given=str(base), allowed="given with an adapter of peft's")
     with ExitStack() as opened:
-        found = _open(source, opened)
+        found = _open(source, opened) if base is None else _open_peft(source, opened, base)
         config = _settings(found, partition, context)
         run = Run.create(out)
         _write(run, found, config, copy)
@@ -101,7 +109,7 @@ def import_model(
 
 def _open(source: Path, opened: ExitStack) -> Source:
     if source.is_dir():
-        return _open_folder(source, opened)
+        return _open_peft(source, opened) if is_peft(source) else _open_folder(source, opened)
     if source.is_file():
         return _open_gguf(source)
     raise CheckpointError(
@@ -135,6 +143,27 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
         return Source(config, tokenizer, stack, None, origin_of_folder(folder))
     places = {own: TensorLocation(names[where[there.name][0]], there.name) for own, there in sources.items()}
     return Source(config, tokenizer, stack, describe(files, places), origin_of_folder(folder))
+
+
+def _open_peft(folder: Path, opened: ExitStack, base: Path | str | None = None) -> Source:
+    """An adapter of peft's, merged into its base."""
+    adapter = read_peft(folder)
+    model = local_model(base or base_of(adapter))
+    if (model / "config.toml").is_file():
+        session = open_session(model)
+        if not session.config.brings_tokenizer:
+            raise ConfigError(
+                f"{model} is a model of our own kind, which peft does not know",
+                setting="base",
+                given=str(model),
+                remedy="give an imported one",
+            )
+        shape: Any = session.config.model
+        found = Source(shape, session.tokenizer.to_hf(), session.stack, None, origin_of_folder(folder))
+    else:
+        found = _open(model, opened)
+    merge_peft(found.stack, adapter)
+    return replace(found, references=None, origin={**found.origin, "name": source_name(folder)})
 
 
 def _open_adapted(folder: Path, settings: dict[str, Any]) -> Source:

@@ -3,6 +3,7 @@
     a folder with config.toml    a run: used as it is
     a folder with config.json    Hugging Face: converted; the weights stay there, by path and SHA-256
     a file                       GGUF: converted to float32
+    one with adapter_config.json an adapter of peft's: merged into the model that it names
     hf:ORG/NAME                  downloaded by huggingface_hub into its own cache, then as a folder
 
     CACHE/models/KEY/NAME        the run that a conversion made, of one stage
@@ -27,10 +28,12 @@ from pathlib import Path
 from topograd.convert.card import source_name
 from topograd.convert.huggingface import HUB, HUB_FILES, local_model
 from topograd.convert.importing import import_model
+from topograd.convert.peft_adapter import base_of, is_peft, read_peft
 from topograd.data.cache import InUse, default_cache, prune_entries
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import RunError
 from topograd.files import dump_json, lock_file, sha256
+from topograd.runs.folder import Run
 
 MAX_MODELS = 16
 MAX_BYTES = 2**36
@@ -46,9 +49,13 @@ def resolve_model(model: Path | str) -> Path:
     source = local_model(model)
     if (source / "config.toml").is_file():
         return source
-    if source.is_file() or (source / "config.json").is_file():
+    if source.is_file() or (source / "config.json").is_file() or is_peft(source):
         return _converted(source)
-    what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
+    what = (
+        "it has no config.toml, config.json or adapter_config.json"
+        if source.is_dir()
+        else "it does not exist"
+    )
     raise RunError(
         f"there is no model at {source}: {what}",
         setting="model",
@@ -98,4 +105,14 @@ def _key(source: Path) -> str:
     content: list[object] = [FORMAT, digests]
     if source.is_dir():
         content += [str(source.absolute()), [file.name for file in files]]
+        if is_peft(source):
+            content.append(_base_key(local_model(base_of(read_peft(source)))))
     return hashlib.sha256(dump_json(content).encode()).hexdigest()[:24]
+
+
+def _base_key(base: Path) -> str:
+    """What an adapter's base is known by: of a run the weights of its newest checkpoint."""
+    if not (base / "config.toml").is_file():
+        return _key(base)
+    store = Run.open(base).store
+    return f"{base.absolute()} {store.weights(store.names()[-1])}"

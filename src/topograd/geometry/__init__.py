@@ -16,7 +16,7 @@ from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.geometry.paths import OrderReading, Path, read_order
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
 from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
-from topograd.geometry.safe_directions import MapReading, adapter_directions, read_maps
+from topograd.geometry.safe_directions import MapReading, adapter_directions, input_moments, read_maps
 from topograd.geometry.singular.coefficient import LearningCoefficient, learning_coefficient
 from topograd.geometry.singular.invariants import rlct, singular_fluctuation
 from topograd.geometry.singular.langevin import Langevin
@@ -51,6 +51,7 @@ __all__ = [
     "anisotropy",
     "effective_rank",
     "fit_rate",
+    "input_moments",
     "inspect",
     "kernel_cosine",
     "kfac_factors",

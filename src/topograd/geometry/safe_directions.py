@@ -12,7 +12,8 @@ acts only through ⟨a, x⟩, so that with Fisher factors G it costs, to second 
 Symbols and shapes. A (d, d), float64; rows a (r, d), each scaled so that aᵀ A_new a is what a random row has,
 one whose numbers have the variance 1 / (3 d) as LoRA's have: steps are then alike on the new text. Rows that
 the new text hardly uses grow by 100 at most. ρ is `RIDGE` times the mean of A_old's diagonal.
-Cost. A forward and backward pass over each text; d³ for each input, which maps that read one tensor share.
+Cost. A forward pass over each text (`input_moments`; `read_maps` has a backward pass too, for the energies);
+d³ for each input, which maps that read one tensor share.
 Source: "Dead Directions: Geometric Singular Learning" §2, §5.1; the use for adapters is ours. Related:
 "LoRA-Null" (Tang et al.), "EVA" (Paischer et al.), "CorDA" (Yang et al.).
 Limits. Second moments of few tokens: where a text has fewer rows than d, its dead directions are those of the
@@ -21,8 +22,9 @@ sample. Says nothing of the layers that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -112,6 +114,71 @@ class _MapSums:
             name: MapReading(moments[self._first[name]], self._gradient[name] / samples)
             for name in self._first
         }
+
+
+@torch.no_grad()
+def input_moments(
+    model: nn.Module, maps: Iterable[str], batches: Iterable[Tensor], limit_bytes: int = 2**30
+) -> dict[str, Tensor]:
+    """A of the inputs of the maps of these names, (d, d) float64: shared by maps that read one tensor.
+
+    `batches` are inputs of the model; none of its gradients are needed. Several passes are made where the
+    matrices of one would take more than `limit_bytes`. Maps that no batch reaches are left out.
+    """
+    batches, result = list(batches), dict[str, Tensor]()
+    for group in _groups(model, list(maps), limit_bytes):
+        sums = _InputSums()
+        handles = [
+            model.get_submodule(name).register_forward_pre_hook(partial(sums.see, name)) for name in group
+        ]
+        try:
+            for inputs in batches:
+                sums.last = None
+                model(inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        result |= sums.moments()
+    return result
+
+
+def _groups(model: nn.Module, maps: list[str], limit_bytes: int) -> Iterator[list[str]]:
+    """The maps in order, some at a time."""
+    group: list[str] = []
+    size = 0
+    for name in maps:
+        weight = model.get_submodule(name).get_parameter("weight")
+        size += 8 * min(weight.shape) ** 2  # maps that share an input are counted each by itself
+        if group and size > limit_bytes:
+            yield group
+            group, size = [], 8 * min(weight.shape) ** 2
+        group.append(name)
+    if group:
+        yield group
+
+
+class _InputSums:
+    """Σ x xᵀ of the tensors that maps read, once for maps that read the same one after another."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Tensor, str] | None = None
+        self._first: dict[str, str] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._rows: dict[str, int] = {}
+
+    def see(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self.last is not None and self.last[0] is args[0]:
+            self._first[name] = self.last[1]
+            return
+        self.last = args[0], name
+        self._first[name] = name
+        rows = args[0].detach().flatten(0, -2)
+        self._sums[name] = self._sums.get(name, 0.0) + gram(rows).double()
+        self._rows[name] = self._rows.get(name, 0) + len(rows)
+
+    def moments(self) -> dict[str, Tensor]:
+        means = {name: A / self._rows[name] for name, A in self._sums.items()}
+        return {name: means[first] for name, first in self._first.items()}
 
 
 def adapter_directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tensor:

@@ -38,7 +38,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack
 from topograd.runs.topology_config import AVERAGE_TEACHER
-from topograd.runs.tune_config import PARTIAL
+from topograd.runs.tune_config import BASED
 from topograd.training.optimizers import OptimizerSet, make_optimizers
 from topograd.training.runs import RunTask
 from topograd.training.sources import Data
@@ -193,7 +193,7 @@ def check_one_process(task: RunTask) -> None:
 
 def check_whole(config: TrainConfig) -> None:
     """A run that keeps only a part of its weights has a store of its own, which ranks do not write."""
-    part = [name for name in PARTIAL if getattr(config.tune, name)]
+    part = [name for name in BASED if getattr(config.tune, name)]
     if part:
         raise ConfigError(
             setting=part[0], given=getattr(config.tune, part[0]), allowed="left out with --parallel"

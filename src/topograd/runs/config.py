@@ -23,7 +23,7 @@ from topograd.runs.old_config import upgraded
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
 from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER, TopologyConfig
-from topograd.runs.tune_config import PARTIAL, TuneConfig
+from topograd.runs.tune_config import BASED, TuneConfig
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 
@@ -150,7 +150,8 @@ class TrainConfig:
     seed: int = 0
     """Of the weights and of the order of the data."""
     init: str | None = None
-    """The folder of a run whose weights and tokenizer to begin with; new heads and layers start fresh."""
+    """The model whose weights and tokenizer to begin with: a run, a Hugging Face folder, a GGUF file or
+    hf:ORG/NAME; new heads and layers start fresh."""
     data: str | None = None
     """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
     tokenizer: Literal["bytes", "bpe", "imported"] = "bpe"
@@ -237,7 +238,7 @@ class TrainConfig:
         for name, given in (
             ("search", self.search.kind != "none"),
             ("teacher_top", bool(self.topology.teacher_top)),
-            *((name, bool(getattr(self.tune, name))) for name in PARTIAL),
+            *((name, bool(getattr(self.tune, name))) for name in BASED),
         ):
             if given:
                 raise ConfigError(
@@ -261,7 +262,7 @@ class TrainConfig:
                 given=tune.seq_len,
                 remedy=f"the model's context is {self.model.context}: give at most that",
             )
-        partial = [name for name in PARTIAL if getattr(tune, name)]
+        partial = [name for name in BASED if getattr(tune, name)]
         if partial and self.init is None:
             raise ConfigError(
                 f"{partial[0]} is {getattr(tune, partial[0])}, which needs init, the run to begin with",
@@ -419,13 +420,13 @@ def base() -> TrainConfig:
     )
 
 
-def tuning(config: TrainConfig, small: bool = False) -> TrainConfig:
+def tuning(config: TrainConfig, small: bool = False, held: bool = False) -> TrainConfig:
     """Settings for fine-tuning a trained model: AdamW at small learning rates, short sequences, 200 steps.
 
     The rates of the presets are for random weights and would undo what a trained model knows. A `small` part
-    that is learned beside it (LoRA, exits) takes higher ones.
+    that is learned beside it (LoRA, exits) takes higher ones, and LoRA with `held` directions still higher.
     """
-    rate = 1e-3 if small else 5e-5
+    rate = 1e-2 if held else 1e-3 if small else 5e-5
     optimizer = OptimizerConfig(
         name="adamw",
         lr_matrix=rate,

@@ -1,6 +1,7 @@
 """Checkpoints of a run that fine-tunes another: only the tensors that learn; the rest stays in the base.
 
-    base.json        the base's folder, the SHA-256 of its weights, its tokenizer, the names of its tensors
+    base.json        the base's folder, the SHA-256 of its weights, its tokenizer, the names of its tensors,
+                     and where it was converted from, if it was
     checkpoints/     as ever, but for the tensors that are the base's
 
 The run of a LoRA, of exits on a frozen model, or of later layers (`runs/tune_config.py`) is therefore small,
@@ -13,7 +14,7 @@ Limits: the base's folder is kept as an absolute path.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json
 from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
+from topograd.registry import Registry
 from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, FolderStore, Optimizers
 from topograd.runs.tensor_files import fill
 from topograd.runs.tune_config import TuneConfig
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from topograd.runs.folder import Run
     from topograd.runs.session import LoadedRun, LoadedTextRun
 
+_SOURCES: Registry[Callable[[Path | str], Path]] = Registry("model source")
 NAME = "base.json"
 FORMAT = "topograd-base"
 VERSION = 1
@@ -55,7 +58,14 @@ def apply_tuning(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
         stack.add_heads(exits, min(tune.exit_rank, stack.width))
     elif tune.lora_rank:
         stack.requires_grad_(False)
-        add_lora(list(stack.layers)[tune.first_layer :], tune.lora_rank, tune.lora_alpha)
+        held = tune.holds_directions
+        add_lora(
+            list(stack.layers)[tune.first_layer :],
+            tune.lora_rank,
+            tune.lora_alpha,
+            "held" if held else "shifted" if tune.lora_directions == "pissa" else "plain",
+            stack.width if held else None,  # of wider inputs the second moments are large
+        )
         for planned in learning:
             for parameter in stack.head_parameters(planned.head):
                 parameter.requires_grad_()
@@ -63,8 +73,8 @@ def apply_tuning(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
             relay.requires_grad_()
 
 
-def bind_base(run: Run, base: LoadedRun, tokenizer: Tokenizer) -> None:
-    """Write the base of a run."""
+def bind_base(run: Run, base: LoadedRun, tokenizer: Tokenizer, source: str | None = None) -> None:
+    """Write the base of a run; `source` is the model that it was converted from, if it was."""
     table = {
         "format": FORMAT,
         "version": VERSION,
@@ -72,6 +82,7 @@ def bind_base(run: Run, base: LoadedRun, tokenizer: Tokenizer) -> None:
         "weights": base.weights,
         "tokenizer": tokenizer.digest,
         "tensors": sorted(base.stack.state_dict()),
+        "source": source,
     }
     run.manifest.bind(NAME, dump_json(table, indent=1) + "\n")
 
@@ -90,6 +101,11 @@ class DeltaStore:
     def base_weights(self) -> str:
         """SHA-256 of the base's weights."""
         return str(self._read()["weights"])
+
+    @property
+    def source(self) -> str | None:
+        """What the base was converted from, if it was."""
+        return self._read().get("source")
 
     def names(self) -> list[str]:
         return self.own.names()
@@ -134,6 +150,8 @@ class DeltaStore:
 
         table = self._read()
         folder = Path(table["folder"])
+        if not folder.is_dir() and self.source is not None:  # the cache dropped what was converted
+            folder = _SOURCES["any"](self.source)
         if not folder.is_dir():
             raise CheckpointError(f"the base of {self.folder} is not at {folder}", setting="base")
         run = Run.open(folder)

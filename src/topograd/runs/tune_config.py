@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from topograd.errors import ConfigError
 from topograd.limits import check_exclusive, check_rules
 from topograd.topology.dag import EMBEDDING, Stage, Topology
 
+Directions = Literal["plain", "random", "pissa", "dead", "safe"]
 EXIT_RANK = 64
 PARTIAL = ("frozen", "lora_rank", "first_layer", "only_stage")
 """Settings that leave most of a base as it is."""
+BASED = (*PARTIAL, "old_text")
+"""Settings that say something of a base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,13 @@ class TuneConfig:
     """Learn corrections of this rank to the layers' matrices (LoRA) instead of the matrices; 0 learns all."""
     lora_alpha: float | None = None
     """Corrections are scaled by this over the rank; twice the rank if not given."""
+    lora_directions: Directions = "plain"
+    """Which inputs LoRA reads: plain learns it; pissa begins with the leading singular vectors; held and not
+    learned: random, dead (what the old text uses least), safe (most of the new text for what of the old)."""
+    old_text: str | None = None
+    """Text that must not be forgotten, a file or a folder; by default the model's own, where it is needed."""
+    max_forgetting: float | None = None
+    """Bits per byte of the old text that LoRA may cost; where it costs more it is scaled down."""
     first_layer: int = 0
     """Layers before this one stay as they are, as do embedding and head; their states are computed once."""
     only_stage: int = 0
@@ -43,6 +54,15 @@ class TuneConfig:
             self,
             lora_rank=(self.lora_rank >= 0, "at least 1, or 0 for no LoRA"),
             lora_alpha=(self.lora_alpha is None or 0 < self.lora_alpha < 1e6, "positive and below 1e6"),
+            lora_directions=(
+                self.lora_directions in get_args(Directions),
+                f"one of {', '.join(get_args(Directions))}",
+            ),
+            old_text=(self.old_text is None or bool(self.old_text.strip()), "a file or a folder"),
+            max_forgetting=(
+                self.max_forgetting is None or 0 < self.max_forgetting < math.inf,
+                "positive and finite",
+            ),
             first_layer=(self.first_layer >= 0, "at least 0"),
             only_stage=(self.only_stage >= 0, "at least 1, or 0 for all stages"),
             seq_len=(self.seq_len is None or self.seq_len >= 1, "at least 1"),
@@ -53,6 +73,11 @@ class TuneConfig:
         check_rules(
             self,
             lora_alpha=(self.lora_alpha is None or self.lora_rank > 0, idle.format("lora_rank")),
+            lora_directions=(
+                self.lora_directions == "plain" or self.lora_rank > 0,
+                idle.format("lora_rank"),
+            ),
+            max_forgetting=(self.max_forgetting is None or self.lora_rank > 0, idle.format("lora_rank")),
             exit_rank=(self.exit_rank == EXIT_RANK or self.frozen, idle.format("frozen")),
         )
         check_exclusive(self, "only_stage", "first_layer", "lora_rank")
@@ -63,6 +88,17 @@ class TuneConfig:
     def keeps_base(self) -> bool:
         """Whether most of the model stays the base's, so that checkpoints hold what learns alone."""
         return any(getattr(self, name) for name in PARTIAL)
+
+    @property
+    def holds_directions(self) -> bool:
+        """Whether LoRA's A stays as it begins."""
+        return self.lora_directions in ("random", "dead", "safe")
+
+    @property
+    def measures_forgetting(self) -> bool:
+        """Whether old text is read: given, or needed for what is asked."""
+        needed = self.lora_directions in ("dead", "safe") or self.max_forgetting is not None
+        return needed or self.old_text is not None
 
     def applied(self, topology: Topology) -> Topology:
         """The topology with the stages frozen that do not learn."""

@@ -49,6 +49,8 @@ from topograd.training.activation_cache import CachedActivationLoader, OnRows
 from topograd.training.averaged_weights import AveragedWeights
 from topograd.training.cached_batches import cached_layers, first_sequences, open_cached_loader, remove_cache
 from topograd.training.exit_heads import TOKENS, begin_exit_heads
+from topograd.training.forgetting import READ, Forgetting
+from topograd.training.lora_directions import begin_lora
 from topograd.training.optimizers import make_optimizers
 from topograd.training.sources import Data, Teacher, TextSource, source_of
 from topograd.training.step_runner import Batch, Step, StepRunner, engine_of
@@ -56,6 +58,8 @@ from topograd.training.trainer import OnStep, Reading, Schedule, StepRecord, Tas
 
 TASKS: Registry[type[RunTask]] = Registry("search", {"none": "topograd.training.runs:RunTask"})
 """Tasks by what they search for while the weights learn; packages above declare more."""
+SOURCES: Registry[Callable[[Path | str], Path]] = Registry("model source")
+"""Who makes a run of a model from outside."""
 
 
 class RunTask(Task):
@@ -69,7 +73,8 @@ class RunTask(Task):
 
     def __init__(self, run: Run, config: TrainConfig, data: Data) -> None:
         every = config.save_every, config.save_seconds, config.eval_every
-        super().__init__(Schedule(config.steps, *every, keep=config.keep))
+        first = config.tune.measures_forgetting
+        super().__init__(Schedule(config.steps, *every, eval_first=first, keep=config.keep))
         self.run, self.config, self.data = run, config, data
         self.source = source_of(config, data)
         self.loader = self.source.loader
@@ -100,6 +105,7 @@ class RunTask(Task):
         objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
         self.loop.check_backward(self.plan)
         self.loop.check_parts(self.plan)
+        self.forgetting = Forgetting(self) if config.tune.measures_forgetting else None
         self._layers = cached_layers(config, self.plan)
         masked = isinstance(data, Prepared) and data.train.learned is not None
         self.keeps_states = bool(self._layers or config.topology.teacher_top or masked)
@@ -128,6 +134,10 @@ class RunTask(Task):
             self.states.seek(self._position)
         if self.config.tune.keeps_base and self.config.model.task == "text" and step == 0:
             begin_exit_heads(self.stack, self.plan, partial(first_sequences, self, TOKENS))
+        if self.forgetting is not None:
+            self.forgetting.prepare(step, lambda: first_sequences(self, READ).inputs)
+        elif self.config.tune.lora_directions == "pissa" and step == 0:
+            begin_lora(self.stack, "pissa")
         if self.average is not None:
             self.average.connect()
 
@@ -167,9 +177,12 @@ class RunTask(Task):
         if self.last.halted:
             stages = [stage + 1 for stage in self.last.halted]
             self.run.log({"kind": "halted", "step": step, "stages": stages})
+        if self.forgetting is not None:
+            self.forgetting.bound(step)
 
     def evaluate(self, step: int) -> Reading | None:
-        return self.source.evaluate(self.stack, self.plan)
+        reading = self.source.evaluate(self.stack, self.plan)
+        return reading if self.forgetting is None else self.forgetting.reading(reading)
 
     def extra_state(self) -> dict[str, Any]:
         """`topology` in it is that of the weights, where it has changed."""
@@ -179,6 +192,8 @@ class RunTask(Task):
             "run": self.run.manifest.identity(),
             "halted": sorted(self.loop.halted),
         }
+        if self.forgetting is not None:
+            extra["base_bpb"] = self.forgetting.before
         return extra if self.teacher is None else extra | {"teacher": self.teacher.weights}
 
     def extra_tensors(self) -> dict[str, Tensor]:
@@ -209,6 +224,8 @@ class RunTask(Task):
                 given=self.config.topology.teacher,
                 remedy="restore it or start a new run",
             )
+        if self.forgetting is not None:
+            self.forgetting.before = dict(extra["base_bpb"])
         self._position = extra["loader"]
         if not self.keeps_states:
             self.loader.seek(self._position)
@@ -257,9 +274,14 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
         config = replace(config, data=str(Path(config.data).absolute()))
     if config.topology.teacher not in (None, OWN_TEACHER, AVERAGE_TEACHER):
         config = config.changed(teacher=str(Path(config.topology.teacher or "").absolute()))
-    base = None
+    if config.tune.old_text is not None:
+        path = str(Path(config.tune.old_text).absolute())
+        config = replace(config, tune=replace(config.tune, old_text=path))
+    base = source = None
     if config.init is not None:
-        base = open_run(Path(config.init).absolute())
+        folder = SOURCES["any"](config.init).absolute()
+        source = None if (Path(config.init) / "config.toml").is_file() else config.init
+        base = open_run(folder)
         if base.config.model.task != config.model.task:
             raise ConfigError(
                 f"{config.init} is a run on {base.config.model.task}",
@@ -280,7 +302,7 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
     if isinstance(data, Prepared):
         bind_tokenizer(run, data.tokenizer)
         if base is not None and config.tune.keeps_base:
-            bind_base(run, base, data.tokenizer)
+            bind_base(run, base, data.tokenizer, source)
     run.write_config(config.as_dict())
     return Trainer(task, task.run)
 

@@ -1,0 +1,58 @@
+"""Held directions for people who train with peft or with transformers' Trainer.
+
+    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = held_peft_model(model, config, old_batches, new_batches)      # a PeftModel; B alone learns
+    Trainer(model=model, ...).train()
+    model.save_pretrained("adapter")                                      # an ordinary adapter of peft's
+
+A is set to the *safe* or *dead* directions of what each map reads (`geometry/safe_directions.py`) and gets
+requires_grad=False. The model computes the same as before. A rate ten times LoRA's own is what B needs.
+It needs peft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError
+from topograd.geometry.safe_directions import Kind, adapter_directions, input_moments
+
+
+def held_peft_model(
+    model: nn.Module, config: Any, old: Iterable[Tensor], new: Iterable[Tensor], directions: Kind = "safe"
+) -> Any:
+    """The model with a LoRA by `config`, whose A is held; `old` and `new` are batches of token ids."""
+    try:
+        from peft import get_peft_model
+        from peft.tuners.lora import LoraLayer
+    except ImportError:
+        raise ConfigError("held_peft_model needs peft", remedy="pip install peft") from None
+    if getattr(config, "use_dora", False) or getattr(config, "init_lora_weights", True) is not True:
+        raise ConfigError(
+            "directions are held of a plain LoRA that begins with B = 0",
+            setting="config",
+            remedy="leave out use_dora and init_lora_weights",
+        )
+    made = get_peft_model(model, config)
+    layers = {name: layer for name, layer in made.named_modules() if isinstance(layer, LoraLayer)}
+    maps = [f"{name}.base_layer" for name in layers]
+    was = made.training
+    made.eval()
+    before, after = (input_moments(made, maps, text) for text in (old, new))
+    made.train(was)
+    for name, layer in layers.items():
+        _hold(layer, before.get(f"{name}.base_layer"), after.get(f"{name}.base_layer"), directions)
+    return made
+
+
+@torch.no_grad()
+def _hold(layer: Any, old: Tensor | None, new: Tensor | None, directions: Kind) -> None:
+    """Set A of a layer, if the texts reach it, and hold it."""
+    for down in layer.lora_A.values():
+        if old is not None and new is not None:
+            down.weight.copy_(adapter_directions(directions, old, new, len(down.weight)))
+        down.weight.requires_grad_(False)
