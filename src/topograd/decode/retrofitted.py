@@ -81,8 +81,14 @@ def open_retrofit(session: LoadedTextRun, folder: Path | str | None = None) -> R
 def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStage:
     """The draft stage whose parameters are among these tensors."""
     own = {name.removeprefix("stage."): t for name, t in tensors.items() if name.startswith("stage.")}
+    depths, exits = own.get("depths"), len(session.plan.predicting())
+    if depths is not None and (depths.min() < 0 or depths[-1] != exits - 1 or depths.max() >= exits):
+        raise ValueError(f"it reads the exits {(depths + 1).tolist()}, the run has {exits}")
+    slots = len(own["masks"]) + 1 if "masks" in own else 1
     with torch.random.fork_rng(devices=[]):
-        stage = DraftStage(session.stack, own["vocabulary"])
+        stage = DraftStage(
+            session.stack, own["vocabulary"], None if depths is None else depths.tolist(), slots
+        )
     stage.load_state_dict(own)
     return stage.eval().requires_grad_(False)
 
