@@ -100,7 +100,9 @@ def test_several_depths_begin_as_the_last() -> None:
     inputs, states = torch.randint(VOCAB, (2, TIME)), torch.randn(2, TIME, 3, WIDTH).double()
     assert deep.pick(states).equal(states[:, :, :2])
     assert plain.pick(states).equal(states[:, :, 2:])
-    each = zip(plain.unroll(inputs, states[:, :, 1:2], 2), deep.unroll(inputs, states[:, :, :2], 2), strict=True)
+    each = zip(
+        plain.unroll(inputs, states[:, :, 1:2], 2), deep.unroll(inputs, states[:, :, :2], 2), strict=True
+    )
     for a, b in each:
         torch.testing.assert_close(a, b)
 

@@ -3,8 +3,8 @@
     loss = Σ_j w^j mean_t CE(p_t, q_t^{(j)}),   j = 0..STEPS-1
 
 p_t is the base's distribution behind position t on the draft vocabulary, read off its kept state by its own
-head; q^{(j)} is the stage's, unrolled j times on its own states, or its slot j (`nn/draft_stage.py`). Positions whose next
-token is outside the draft vocabulary do not count. The base is not run and not changed.
+head; q^{(j)} is the stage's, unrolled j times on its own states, or its slot j (`nn/draft_stage.py`).
+Positions whose next token is outside the draft vocabulary do not count. The base is not run and not changed.
 
 Matrices learn by Muon, gains by AdamW, with a linear warmdown. In a folder the training is saved every
 SAVE_SECONDS, and the same call goes on from there (`training/trainer.py`); batches are a function of the seed

@@ -194,9 +194,7 @@ class DraftStageDrafter:
         own = [twin.sequence for twin in twins]
         room = [self.context - len(mine) - len(tokens) for mine, tokens in zip(own, new, strict=True)]
         empty = [slots[: max(left, 0)] for left in room]
-        both = [
-            torch.cat([h, h[-1:].expand(len(x0), -1)]) for h, x0 in zip(states, empty, strict=True)
-        ]
+        both = [torch.cat([h, h[-1:].expand(len(x0), -1)]) for h, x0 in zip(states, empty, strict=True)]
         padded = [[*tokens, *[0] * len(x0)] for tokens, x0 in zip(new, empty, strict=True)]
         self._run(own, padded, both, empty)
         counts = [len(x0) + 1 for x0 in empty]

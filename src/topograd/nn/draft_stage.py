@@ -14,11 +14,11 @@ on it. What it shares with the base (the embedding, the rows V of the head) is r
 its weights.
 
     a chain     `slots` is 1: for the next draft, g_t takes the place of f_t, and a draft is a pass
-    a block     `slots` is k: one pass guesses k tokens. Behind the last token t stand k - 1 empty slots; slot j
-                has position t + j, a learned vector m_j in the place of x0 and the state f_{t-1}, and sees
+    a block     `slots` is k: one pass guesses k tokens. Behind the last token t stand k - 1 empty slots; slot
+                j has position t + j, a learned vector m_j in the place of x0 and the state f_{t-1}, and sees
                 the slots before it
 
-Training unrolls it (`unroll`): in step j, position t reads g^{(j-1)}_{t-1}, or m_j and f_{t-1-j}, and attends,
+Training unrolls it (`unroll`): in step j, position t reads g^{(j-1)}_{t-1}, or m_j and f_{t-1-j}. It attends,
 as it will when it drafts, to the keys of step 1 up to position t-j+1 and to those of steps 2..j behind them.
 
 Shapes: states (batch, time, depths, width). Cost: (2 + depths) width² for the join, one layer, |V| width for
