@@ -106,7 +106,11 @@ def _show(found: dict[str, Any]) -> None:
         f"tokens, and a table of {found['table']} entries",
         soft_wrap=True,
     )
-    console.print(f"it says what the model says, by step: {rates}", soft_wrap=True)
+    console.print(
+        f"it reads {found['depths']} states and guesses {found['slots']} tokens in a pass; it says what the "
+        f"model says, by step: {rates}",
+        soft_wrap=True,
+    )
     for row in found.get("exits", []):
         console.print(
             f"an exit after stage {row['stage']} says it: {row['agreement']:.2f} ({row['lens']:.2f} as it is)"

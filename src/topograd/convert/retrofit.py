@@ -184,6 +184,7 @@ def _card(session: LoadedTextRun, found: dict[str, Any]) -> str:
             "",
             f"- parameters: {found['parameters']:,}; draft vocabulary: {found['vocabulary']:,} tokens, which "
             f"cover {found['coverage']:.3f} of held-out text",
+            f"- states that it reads: {found['depths']}; tokens that a pass guesses: {found['slots']}",
             f"- taught on {found['tokens']:,} tokens, {found['own']:,} of them its own outside of loops",
             f"- agreement with the base on held-out own text, by step: {rates}",
             f"- table of own text: {found['table']:,} entries",

@@ -202,10 +202,10 @@ def _drafter(
 
 
 def _vocabulary(session: LoadedTextRun, draft: Path | str | None) -> Tensor | None:
-    """The tokens of the draft stage; None where there is none."""
-    if has_retrofit(session) if draft is None else is_adapter(draft):
+    """The tokens of the draft stage, `draft` or the run's own; None where there is none."""
+    if draft is not None and is_adapter(draft):
         return _retrofitted(session, draft).stage.vocabulary
-    return None
+    return _retrofitted(session, None).stage.vocabulary if has_retrofit(session) else None
 
 
 def _retrofitted(session: LoadedTextRun, folder: Path | str | None) -> Retrofitted:
