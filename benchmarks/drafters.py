@@ -214,7 +214,7 @@ def _measured(ways: dict[str, DecodeStrategy], engine: Engine) -> PositionCosts:
             continue
         computing, policy = way.drafter.computing, way.drafter.policy
         if isinstance(policy, ExpectedGainPolicy):
-            own = costs if computing is None else replace(costs, **measure_draft(engine, computing))
+            own = costs if computing is None else costs.computed(**measure_draft(engine, computing))
             way.drafter.policy = replace(policy, costs=own, speedup=SPEEDUP, _cache={})
     return costs
 

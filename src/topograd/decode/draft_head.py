@@ -12,7 +12,7 @@ are gathered for each position, which costs what it saves.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from topograd.decode.cache import Batch
 from topograd.decode.engine import Engine
@@ -56,8 +56,8 @@ class DraftHead:
             number = engine.plan.stages[each].head
             bias = None if parts.head.bias is None else parts.head.bias.detach()[vocabulary]
             head = Head(parts.head.matrix(number, vocabulary).detach(), bias, softcap=parts.head.softcap)
-            layer, norm = engine.trained.layers[0], parts.norm
-            small = parts.with_one_layer(layer, norm, head)
+            small = parts.with_one_layer(engine.trained.layers[0], parts.norm, head)
+            small.layers = nn.ModuleList()  # its head alone is read
             self._readers.append((each, number, weight, runtime_like(engine, small)))
 
     def logits(self, batch: Batch, counts: list[int] | None = None) -> Tensor:

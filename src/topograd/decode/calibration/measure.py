@@ -42,7 +42,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -367,6 +367,10 @@ class PositionCosts:
         ):
             if not least <= seconds < math.inf:
                 raise ConfigError(setting=name, given=seconds, allowed="a finite number of seconds")
+
+    def computed(self, start: float = 0.0, draft: float = 0.0, keep: float = 0.0) -> PositionCosts:
+        """With the seconds of a computed drafter."""
+        return replace(self, start=start, draft=draft, keep=keep)
 
     @property
     def full(self) -> float:

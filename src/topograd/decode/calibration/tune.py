@@ -266,7 +266,7 @@ def select_drafters(
 
     def tried(names: Sequence[str]) -> DrafterSelection:
         computed = next((name for name in names if name in steps), None)
-        seconds = costs if computed is None else replace(costs, **steps[computed])
+        seconds = costs if computed is None else costs.computed(**steps[computed])
         most = MAX_STEPS if computed is None else min(MAX_STEPS, text.most.get(computed, MAX_STEPS))
         own = {name: rates[name] for name in names}
         policy = ExpectedGainPolicy(own, seconds, 1.0, most)
