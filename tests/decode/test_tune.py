@@ -70,6 +70,7 @@ class Margins:
     threshold: float
     longest: int
     costs: PositionCosts
+    steps: int = 64
 
     def choose(
         self, place: int, chance: float, guesses: object, computed: str | None, sequences: int
