@@ -134,7 +134,8 @@ class DraftStageDrafter:
         self._joined, self._full = joined, engine.exits[-1]
         self._slots = None if stage.masks is None else unit(stage.masks.detach())
         """x0 of the empty slots of a block."""
-        self._read = [engine.exits[-1]] if stage.depths is None else [engine.exits[i] for i in stage.depths]
+        depths = [-1] if stage.depths is None else stage.depths.tolist()
+        self._read = [engine.exits[i] for i in depths]
 
     def _twin(self, sequence: Sequence) -> _Twin:
         if self.name not in sequence.drafter_state:

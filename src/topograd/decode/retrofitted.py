@@ -82,8 +82,8 @@ def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStag
     """The draft stage whose parameters are among these tensors."""
     own = {name.removeprefix("stage."): t for name, t in tensors.items() if name.startswith("stage.")}
     depths, exits = own.get("depths"), len(session.plan.predicting())
-    if depths is not None and (depths.min() < 0 or depths[-1] != exits - 1 or depths.max() >= exits):
-        raise ValueError(f"it reads the exits {(depths + 1).tolist()}, the run has {exits}")
+    if depths is not None and not _reads(depths, exits):
+        raise ValueError(f"it reads the exits {depths.tolist()} of {exits}, counted from 0")
     slots = len(own["masks"]) + 1 if "masks" in own else 1
     with torch.random.fork_rng(devices=[]):
         stage = DraftStage(
@@ -91,6 +91,12 @@ def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStag
         )
     stage.load_state_dict(own)
     return stage.eval().requires_grad_(False)
+
+
+def _reads(depths: Tensor, exits: int) -> bool:
+    """Whether a stage can read these exits, the last of them last."""
+    whole = depths.dtype == torch.long and depths.dim() == 1 and len(depths) > 1
+    return whole and depths.min() >= 0 and depths.max() == depths[-1] == exits - 1
 
 
 def open_exits(session: LoadedTextRun) -> dict[int, Translator]:

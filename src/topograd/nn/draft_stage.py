@@ -139,7 +139,7 @@ class DraftStage(nn.Module):
 
     def pick(self, states: Tensor) -> Tensor:
         """Of states (..., exits, width) those that it reads."""
-        return states[..., -1:, :] if self.depths is None else states[..., self.depths, :]
+        return states[..., -1:, :] if self.depths is None else states[..., self.depths.tolist(), :]
 
     def fuse(self, states: Tensor) -> Tensor:
         """f (..., width) of the states (..., depths, width) that it reads."""
