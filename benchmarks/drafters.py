@@ -1,25 +1,23 @@
-"""Who drafts best: every drafter of a run over full depth, by kind of text, without loops.
+"""Who drafts best: every drafter of a run over full depth, by category of text, without loops.
 
-    python benchmarks/drafters.py RUN [--draft SIDECAR] [--tokens 64] [--prompts 2] [--threads 1] [--peers]
+    python benchmarks/drafters.py RUN [--draft FOLDER ...] [--weights int8] [--tokens 64] [--prompts 2]
 
-Each prompt is continued greedily at full depth once; its text is cut where it ends, or where its last 16
-tokens have stood in it before: what follows is a loop, which flatters every drafter. All ways then write that
-many tokens behind each prompt, taking turns prompt by prompt, the reading of the prompt included. A speed is
-tokens over seconds, summed; the ratio to full depth is given by kind and for all, with the quartiles over
-prompts.
+Each prompt (`categories.py`) is continued greedily at full depth once; its text is cut where it ends, or
+where its last 16 tokens have stood in it before: what follows is a loop, which flatters every drafter. With
+--loops nothing is cut. All ways then write that many tokens behind each prompt, taking turns prompt by
+prompt, the reading of the prompt included. A speed is tokens over seconds, summed; the ratio to full depth is
+given by category and for all, with the quartiles over prompts, and the goal of the run beside it.
 
-When to draft follows from acceptances as `decode/calibration/policy.py` has them and from the seconds of
-positions, which are measured first; "calibrated" is what `topograd calibrate` chose, where the run has that.
-
-Prompts: code and prose are beginnings of held-out documents, chats and lists are questions that no template
-of `convert/prompts.py` has; a model without a chat template goes on from the plain question. Nothing here was
-trained or tuned on.
+    draft stage ...    each folder of --draft (by default RUN/draft): its stage, alone and with lookups, by
+                       usual acceptances (`decode/calibration/policy.py`) and the seconds measured here
+    tuned              what `decode/calibration/tune.py` chooses of all of the first folder's drafters, on
+                       held-out text
 
 With --peers, the same weights in transformers: `generate` at full depth, with `prompt_lookup_num_tokens`, and
 with `assistant_early_exit` after the second of three thirds of the layers, each over its own full depth.
 
 Texts that differ from full depth's are counted, those at a tie of the two best logits apart
-(`decode/agreement.py`): in float32 a batch of rows is rounded otherwise than one.
+(`decode/agreement.py`): in float32 a batch of rows may be rounded otherwise than one.
 """
 
 from __future__ import annotations
@@ -36,39 +34,29 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from categories import Prompt, prompts_of
 from topograd.convert.own_text import LOOP
-from topograd.convert.prompts import Chat
-from topograd.data.corpus import read_corpus
 from topograd.decode.agreement import differences
 from topograd.decode.calibration.measure import PositionCosts, measure_draft, measure_positions
 from topograd.decode.calibration.policy import ExpectedGainPolicy
+from topograd.decode.calibration.tune import drafter_of, tune
 from topograd.decode.depths import engine_of, strategy_of
 from topograd.decode.engine import Emitted, Engine
-from topograd.decode.retrofitted import has_retrofit
+from topograd.decode.retrofitted import has_retrofit, open_retrofit, retrofit_folder
 from topograd.decode.sequence import Tally
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens, generate_batch
 from topograd.errors import TopogradError
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import LoadedTextRun, open_session
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 from topograd.timing import Spread
 
-CHATS = (
-    "My cat refuses to eat. What could be the reason?",
-    "Can you help me plan a quiet weekend in the mountains?",
-    "Why does the sky look red in the evening?",
-    "I want to sell my old piano. How should I describe it?",
-)
-LISTS = (
-    "List eight kinds of cheese with one sentence on each.",
-    "Name ten inventions of the nineteenth century as a numbered list.",
-    "Give me a packing list for a week at the sea.",
-    "List the planets of the solar system with their sizes.",
-)
-PROMPT_TOKENS = 48
 SPEEDUP = 1.15
 """What time is taken to be worth (`decode/calibration/policy.py`)."""
 FULL = "full depth"
+GOALS = {"reference": 1.87, "int8": 1.5}
+"""Over full depth, text that does not loop: of the packaged model, and of SmolLM2 in int8 (hoped: 1.8)."""
+TUNED_BYTES = 30_000
 
 
 @dataclass(frozen=True)
@@ -77,8 +65,8 @@ class Settings:
 
     run: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[RUN]")] = None
     """The run's folder; the model that comes with the package if not given."""
-    draft: Path | None = None
-    """The folder that topograd retrofit made; by default RUN/draft."""
+    draft: tuple[Path, ...] = ()
+    """Folders that topograd retrofit made; by default RUN/draft."""
     depths: tuple[str, ...] = ()
     """More depths to measure, such as speculate:runs/small."""
     tokens: int = 64
@@ -88,46 +76,22 @@ class Settings:
     clock: Literal["wall", "cpu"] = "wall"
     """cpu: the process's own time, for one thread on a machine that others use too."""
     runtime: str | None = None
-    """torch or onnx; by default the faster."""
+    """torch, onnx or native; by default the fastest."""
+    weights: str = "float32"
+    loops: bool = False
+    """Leave loops in."""
     peers: bool = False
     json: bool = False
 
 
-@dataclass
-class Prompt:
-    """A beginning and how many tokens are written behind it."""
-
-    kind: str
-    tokens: list[int]
-    count: int = 0
-
-
-def prompts_of(session: LoadedTextRun, each: int) -> list[Prompt]:
-    """Some prompts of each kind."""
-    tokenizer, chat = session.tokenizer, Chat.of(session.tokenizer)
-    documents = read_corpus(None).heldout
-    code = [d for d in documents if d.name.endswith(".py") and len(d.text) > 3000]
-    prose = [d for d in documents if not d.name.endswith(".py") and len(d.text) > 600]
-    found = []
-    for kind, some in (("code", code), ("prose", prose)):
-        for document in some[:: max(1, len(some) // each)][:each]:
-            middle = document.text.find("\n", len(document.text) // 3) + 1
-            found.append(Prompt(kind, tokenizer.encode(document.text[middle:])[:PROMPT_TOKENS]))
-    for kind, questions in (("chat", CHATS), ("lists", LISTS)):
-        for question in questions[:each]:
-            words = tokenizer.encode(question)
-            found.append(Prompt(kind, [*chat.first, *words, *chat.behind] if chat else words))
-    return found
-
-
-def without_loop(tokens: Sequence[int], ends: frozenset[int]) -> int:
-    """How many tokens there are before the text ends or repeats LOOP of them."""
+def without_loop(tokens: Sequence[int], ends: frozenset[int], loops: bool = False) -> int:
+    """How many tokens there are before the text ends or, unless `loops` may stay, repeats LOOP of them."""
     seen = set()
     for i in range(len(tokens)):
         if tokens[i] in ends:
             return i + 1
         last = tuple(tokens[max(0, i + 1 - LOOP) : i + 1])
-        if len(last) == LOOP and last in seen:
+        if not loops and len(last) == LOOP and last in seen:
             return i + 1 - LOOP
         seen.add(last)
     return len(tokens)
@@ -135,25 +99,31 @@ def without_loop(tokens: Sequence[int], ends: frozenset[int]) -> int:
 
 def ways_of(session: LoadedTextRun, engine: Engine, settings: Settings) -> dict[str, DecodeStrategy]:
     """Full depth and every drafter that the run has."""
-    depths = {FULL: "full", "lookup": "speculate:lookup"}
+    depths: dict[str, tuple[str, Path | None]] = {FULL: ("full", None), "lookup": ("speculate:lookup", None)}
     if len(session.plan.predicting()) > 1 and session.plan.prediction.path is None:
-        depths["first stage"] = "speculate:3:1.0"
-    if settings.draft is not None or has_retrofit(session):
-        depths |= {
-            "table": "speculate:table",
-            "draft stage": "speculate:draft",
-            "lookup + table": "speculate:lookup+table",
-            "draft stage + lookup": "speculate:draft+lookup",
-            "draft stage + lookup + table": "speculate:draft+lookup+table",
-        }
-    if session.run.calibration_file.is_file():
-        depths["calibrated"] = "speculate"
-    depths |= {depth: depth for depth in settings.depths}
-    draft = settings.draft
-    return {
-        name: strategy_of(depth, session, engine, draft=None if depth == "speculate" else draft)
-        for name, depth in depths.items()
-    }
+        depths["first stage"] = "speculate:3:1.0", None
+    folders = settings.draft or ((retrofit_folder(session),) if has_retrofit(session) else ())
+    for folder in folders:
+        depths["lookup + table"] = "speculate:lookup+table", folders[0]
+        depths[f"{folder.name}: stage"] = "speculate:draft", folder
+        depths[f"{folder.name}: stage + lookup"] = "speculate:draft+lookup", folder
+        depths[f"{folder.name}: stage + lookup + table"] = "speculate:draft+lookup+table", folder
+    depths |= {depth: (depth, None) for depth in settings.depths}
+    ways = {name: strategy_of(depth, session, engine, draft=at) for name, (depth, at) in depths.items()}
+    return {**ways, "tuned": tuned(session, engine, folders[0] if folders else None)}
+
+
+def tuned(session: LoadedTextRun, engine: Engine, folder: Path | None) -> DecodeStrategy:
+    """What the tuner chooses on held-out text."""
+    retrofitted = None if folder is None else open_retrofit(session, folder)
+    selection = tune(engine, heldout_text(session, None, TUNED_BYTES), retrofitted).greedy
+    print(f"tuned: {selection and (selection.drafters, selection.predicted)}", file=sys.stderr, flush=True)
+    if selection is None:
+        return FixedDepth(engine)
+    tokens = None if selection.vocabulary is None else torch.tensor(selection.vocabulary)
+    given: Any = lambda: retrofitted  # noqa: E731
+    drafters = [drafter_of(name, engine, given, tokens) for name in selection.drafters]
+    return Speculate(engine, drafters, policy=selection.policy)
 
 
 def peers_of(session: LoadedTextRun) -> dict[str, Callable[[list[int], int], list[int]]]:
@@ -196,19 +166,19 @@ def peers_of(session: LoadedTextRun) -> dict[str, Callable[[list[int], int], lis
 
 def measure(session: LoadedTextRun, settings: Settings) -> dict[str, Any]:
     """Seconds and tallies of every way on every prompt."""
-    engine = engine_of(session, settings.runtime)
+    engine = engine_of(session, settings.runtime, settings.weights)
     ends = session.tokenizer.stop_tokens or frozenset({session.tokenizer.separator})
     prompts = prompts_of(session, settings.prompts)
     full = generate_batch(FixedDepth(engine), [p.tokens for p in prompts], settings.tokens)
     for prompt, text in zip(prompts, full, strict=True):
-        prompt.count = without_loop([e.token for e in text], ends)
+        prompt.count = without_loop([e.token for e in text], ends, settings.loops)
     looped = 1 - sum(p.count for p in prompts) / sum(map(len, full))
     prompts = [p for p in prompts if p.count >= 8]
     ways = ways_of(session, engine, settings)
     costs = _measured(ways, engine)
     peers = peers_of(session) if settings.peers else {}
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, *peers)}
-    tallies = {name: Tally() for name in ways}
+    tallies: dict[str, dict[str, Tally]] = {name: {} for name in ways}
     texts: dict[str, list[list[Emitted]]] = {name: [] for name in ways}
     names = list(seconds)
     clock = time.perf_counter if settings.clock == "wall" else time.process_time
@@ -222,36 +192,39 @@ def measure(session: LoadedTextRun, settings: Settings) -> dict[str, Any]:
                 texts[name].append([e for _, e in continue_tokens(ways[name], batch, prompt.count)])
             seconds[name].append(clock() - began)
             if name in ways:
-                tallies[name].add(batch[0].tally)
+                tallies[name].setdefault(prompt.kind, Tally()).add(batch[0].tally)
         print(f"{number + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
     about = {
         "clock": settings.clock,
-        "runtime": type(engine.runtime).__name__,
+        "run": session.run.folder.name,
+        "runtime": engine.runtime.name,
+        "weights": engine.runtime.precision,
+        "goal": GOALS.get(session.run.folder.name, GOALS.get(engine.runtime.precision)),
         "threads": settings.threads,
         "costs": costs.as_dict(),
     }
-    return about | _summary(engine, prompts, seconds, tallies, texts, looped)
+    return about | _summary(engine, ways, prompts, seconds, tallies, texts, looped)
 
 
 def _measured(ways: dict[str, DecodeStrategy], engine: Engine) -> PositionCosts:
-    """Seconds of rows on this machine, and the policies with them in the place of the usual ones."""
-    drafters = {name: way.drafter for name, way in ways.items() if isinstance(way, Speculate)}
-    steps = next((each.computing for each in drafters.values() if each.computing is not None), None)
+    """Seconds of positions on this machine, and the policies with them in the place of the usual ones."""
     costs = measure_positions(engine)
-    if steps is not None:
-        draft, keep = measure_draft(engine, steps)
-        costs = replace(costs, draft=draft, keep=keep)
-    for name, drafter in drafters.items():
-        if name != "calibrated" and isinstance(drafter.policy, ExpectedGainPolicy):
-            drafter.policy = ExpectedGainPolicy(costs=costs, speedup=SPEEDUP)
+    for name, way in ways.items():
+        if name == "tuned" or not isinstance(way, Speculate):
+            continue
+        computing, policy = way.drafter.computing, way.drafter.policy
+        if isinstance(policy, ExpectedGainPolicy):
+            own = costs if computing is None else costs.computed(**measure_draft(engine, computing))
+            way.drafter.policy = replace(policy, costs=own, speedup=SPEEDUP, _cache={})
     return costs
 
 
 def _summary(
     engine: Engine,
+    ways: dict[str, DecodeStrategy],
     prompts: Sequence[Prompt],
     seconds: dict[str, list[float]],
-    tallies: dict[str, Tally],
+    tallies: dict[str, dict[str, Tally]],
     texts: dict[str, list[list[Emitted]]],
     looped: float,
 ) -> dict[str, Any]:
@@ -271,9 +244,21 @@ def _summary(
                 for kind in kinds
             },
         }
-        if name in tallies and tallies[name].by:
-            row["acceptance"] = {who: c.acceptance for who, c in tallies[name].by.items()}
-            row["drafts"] = {who: c.drafted for who, c in tallies[name].by.items()}
+        total = Tally()
+        for tally in tallies.get(name, {}).values():
+            total.add(tally)
+        if total.by:
+            row["tokens_per_round"] = 1 + total.accepted / total.rounds
+            row["acceptance"] = {who: c.acceptance for who, c in total.by.items()}
+            row["drafts"] = {who: c.drafted for who, c in total.by.items()}
+            row["acceptance_by_kind"] = {kind: t.acceptance for kind, t in tallies[name].items()}
+            row["tokens_per_round_by_kind"] = {
+                kind: 1 + t.accepted / t.rounds for kind, t in tallies[name].items()
+            }
+        if isinstance(way := ways.get(name), Speculate):
+            policy = way.drafter.policy
+            if isinstance(policy, ExpectedGainPolicy) and way.drafter.computing is not None:
+                row["seconds"] = policy.costs.as_dict()
         if name in texts and name != FULL:
             row |= differences(engine, [p.tokens for p in prompts], texts[name], texts[FULL])
         rows.append(row)
@@ -282,11 +267,10 @@ def _summary(
 
 def show(found: dict[str, Any]) -> None:
     """The table for people."""
-    rows = found["costs"]["deep"]
+    rows = found["costs"]["verify"]
     ratios = " ".join(f"{n}:{seconds / rows['1']:.2f}" for n, seconds in rows.items())
-    step = found["costs"]["draft"] / rows["1"]
-    print(f"{found['runtime']}, {found['threads']} threads, {found['clock']} time")
-    print(f"rows over one {ratios}; a step of the draft stage {step:.3f}")
+    print(f"{found['run']}, {found['runtime']}, {found['weights']}, {found['threads']} threads")
+    print(f"one token {1000 * rows['1']:.2f} ms; positions over one {ratios}; goal {found['goal']}")
     print(f"{found['tokens']} tokens outside of loops; {found['looped']:.2f} of the text was cut")
     print(f"{'way':34} {'tok/s':>6} {'ratio':>6}  {'by prompt':>20}  " + "  ".join(found["kinds"]))
     for row in found["ways"]:
@@ -294,6 +278,9 @@ def show(found: dict[str, Any]) -> None:
         quartiles = f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
         kinds = "  ".join(f"{row['by_kind'][kind]:.2f}" for kind in found["kinds"])
         kept = "  ".join(f"{who} {rate:.2f}" for who, rate in row.get("acceptance", {}).items())
+        if "seconds" in row:
+            each = (row["seconds"][part] / rows["1"] for part in ("start", "draft", "keep"))
+            kept += "; start, draft, keep " + " ".join(f"{part:.3f}" for part in each)
         other = f"  {row['ties']} ties, {row['mismatches']} mismatches" if "ties" in row else ""
         speed = f"{row['tokens_per_second']:6.1f} {row['over_full_depth']:6.2f}"
         print(f"{row['way']:34} {speed}  {quartiles:>20}  {kinds}  {kept}{other}")

@@ -109,7 +109,7 @@ def test_drafts_that_do_not_pay_are_off(folder: Path, call: Any, monkeypatch: py
         "predicted_speedup": 1.0,
         "greedy": None,
         "sampled": None,
-        "seconds": {"verify": {"1": 2.0, "4": 3.0}, "draft": 0.0, "keep": 0.0, "uneven": 0.0},
+        "seconds": {"verify": {"1": 2.0, "4": 3.0}, "draft": 0.0, "keep": 0.0, "uneven": 0.0, "start": 0.0},
     }
     assert "Drafts: off; none is predicted to be faster" in call("calibrate", folder, "--bytes", 500).out
 

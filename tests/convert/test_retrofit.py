@@ -14,7 +14,7 @@ import topograd as tg
 from raising import refused
 from topograd.convert import own_text
 from topograd.convert.draft_training import DraftTraining
-from topograd.convert.own_text import OwnTextConfig
+from topograd.convert.own_text import OwnText, OwnTextConfig
 from topograd.convert.retrofit import RetrofitConfig, retrofit
 from topograd.decode.retrofitted import has_retrofit, open_retrofit
 from topograd.errors import ConfigError, RunError
@@ -47,8 +47,36 @@ def test_a_run_is_retrofitted_and_drafts(session: LoadedTextRun, tmp_path: Path)
         assert sum(n for n, _ in made.by_drafter.values()) == made.drafted
     assert model.generate("stage loss ", tokens=12, draft=folder / "draft") == full
     assert model.generate("stage loss ", tokens=12, draft=folder) == full, "itself as its own draft model"
+    for depth in ("speculate:3", "speculate:3@all", f"speculate:{folder}", f"speculate:{folder}@all"):
+        made = model.generate("stage loss ", tokens=12, depth=depth)
+        assert made == full
+        assert ("stage 1 (64)" in made.by_drafter) == (depth == "speculate:3")
     with pytest.raises(RunError, match="exists and is not an empty folder; pass another --out"):
         retrofit(base, None, CONFIG)
+
+
+@pytest.mark.covers("gpt", "decode", feature="retrofit")
+@pytest.mark.parametrize(("depths", "slots", "read"), [(3, 1, [0, 1, 2]), (2, 3, [0, 2]), (9, 1, [0, 1, 2])])
+def test_depths_and_blocks(
+    session: LoadedTextRun, text: OwnText, tmp_path: Path, depths: int, slots: int, read: list[int]
+) -> None:
+    out, text_folder = tmp_path / "draft", shutil.copytree(text.folder, tmp_path / "text")
+    config = replace(CONFIG, depths=depths, slots=slots, training=DraftTraining(epochs=2))
+    found = retrofit(session, out, config, text=text_folder)
+    assert (found["depths"], found["slots"]) == (len(read), slots)
+    assert len(found["agreement"]) == (5 if slots == 1 else slots)
+    stage = open_retrofit(session, out).stage
+    assert stage.depths is not None
+    assert stage.depths.tolist() == read
+    assert stage.slots == slots
+    model = tg.load(session.run.folder)
+    full = model.generate("stage loss ", tokens=12, depth="full")
+    made = model.generate("stage loss ", tokens=12, depth="speculate:draft", draft=out)
+    assert made == full
+    again = retrofit(session, tmp_path / "more", CONFIG, text=text_folder, init=out)
+    assert (again["depths"], again["slots"]) == (len(read), slots)
+    with refused(ConfigError, setting="init"):
+        retrofit(session, tmp_path / "other", config, text=text_folder, init=out)
 
 
 def test_another_base_is_refused(

@@ -82,7 +82,7 @@ def test_every_number_is_there(session: LoadedTextRun, results: dict[str, Any]) 
     assert results["batch"].keys() >= {"rows", "full_tokens_per_second", "speculate_speedup", "pays"}
     sizes = results["row_costs"]["verify"]
     assert results["rows"] == {size: seconds / sizes["1"] for size, seconds in sizes.items()}
-    assert results["row_costs"].keys() == {"verify", "draft", "keep", "uneven"}
+    assert results["row_costs"].keys() == {"verify", "draft", "keep", "uneven", "start"}
     for part in (results["full"], results["prefix"][0], results["speculate"], results["sampled"]):
         assert part["tokens_per_second"] > 0
     for part in (results["prefix"][0], results["wand"], results["speculate"], results["sampled"]):

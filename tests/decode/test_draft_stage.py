@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,18 +18,22 @@ from topograd.nn.draft_stage import DraftStage
 from topograd.nn.gpt import GPT
 
 
-def stage_of(model: GPT) -> DraftStage:
+def stage_of(model: GPT, depths: tuple[int, ...] | None = None, slots: int = 1) -> DraftStage:
     torch.manual_seed(1)
-    stage = DraftStage(model, torch.arange(3, 45))
+    stage = DraftStage(model, torch.arange(3, 45), depths, slots)
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.3)
     return stage
 
 
+@pytest.mark.parametrize("kind", [(None, 1), ((0, 2, 3), 1), (None, 3), ((0, 3), 4)])
 @torch.inference_mode()
-def test_drafts_are_those_of_the_unrolled_stage(mild: GPT, mild_engine: Engine) -> None:
+def test_drafts_are_those_of_the_unrolled_stage(
+    mild: GPT, mild_engine: Engine, kind: tuple[tuple[int, ...] | None, int]
+) -> None:
     """In ragged rows, round after round, behind rounds in which some rows did not draft."""
-    stage = stage_of(mild)
+    stage = stage_of(mild, *kind)
+    read = kind[0] or (3,)
     drafter = DraftStageDrafter(mild_engine, stage, DraftRule(0.0, 3))
     composite = CompositeDrafter(mild_engine, [drafter])
     batch = mild_engine.start([[1, 2, 3, 4], [9, 8], [5, 6, 7]])
@@ -43,7 +48,8 @@ def test_drafts_are_those_of_the_unrolled_stage(mild: GPT, mild_engine: Engine) 
             chain = list(text)
             for step, token in enumerate(draft.tokens):
                 inputs = torch.tensor([chain])
-                states = stage_outputs(mild, mild_engine.plan, inputs, [3])[3]
+                outputs = stage_outputs(mild, mild_engine.plan, inputs, read)
+                states = torch.stack([outputs[k] for k in read], dim=2)
                 said = [stage.readout(g) for g in stage.unroll(inputs, states, step + 1)][-1][0, -1]
                 assert token == int(stage.vocabulary[said.argmax()])
                 chain.append(token)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from raising import refused
-from topograd.decode.calibration import policy as module
 from topograd.decode.calibration.measure import PositionCosts
 from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
 from topograd.errors import ConfigError
@@ -77,17 +76,16 @@ def test_many_rows_pay_less() -> None:
     assert policy.price(0, 1, False) < policy.price(0, 8, False)
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3])
-def test_values_are_those_of_the_stopping_problem(monkeypatch: pytest.MonkeyPatch, keep: float) -> None:
+@pytest.mark.parametrize(("keep", "start"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.1)])
+def test_values_are_those_of_the_stopping_problem(keep: float, start: float) -> None:
     """Against the recursion over all scores that can follow, without a grid."""
-    monkeypatch.setattr(module, "MAX_STEPS", 4)
-    policy = ExpectedGainPolicy(RATES, replace(CHEAP, keep=keep, draft=0.05), 1.2)
+    policy = ExpectedGainPolicy(RATES, replace(CHEAP, keep=keep, draft=0.05, start=start), 1.2, 4)
     rates = RATES["draft"]
 
     def best(place: int, chance: float) -> float:
         if place == 4:
             return 0.0
-        worth = -1.2 * 0.05
+        worth = -1.2 * (0.05 if place else 0.05 + start)
         for rate, share in zip(rates.rates, rates.weights, strict=True):
             price = 1.2 * (CHEAP.seconds(place + 2) - CHEAP.seconds(place + 1) + keep)
             worth += share * max(0.0, chance * rate - price + best(place + 1, chance * rate))

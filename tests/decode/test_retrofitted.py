@@ -50,6 +50,11 @@ def test_what_was_kept_comes_back(session: LoadedTextRun, tmp_path: Path) -> Non
     create_adapter(tmp_path / "b", kind=KIND, base=base, tensors=wrong, settings={}, card="")
     with refused(RunError, setting="adapter"):
         open_retrofit(session, tmp_path / "b")
+    for number, exits in enumerate(([0, 2], [1, 0], [-1, 1])):
+        wrong = retrofit_tensors(DraftStage(session.stack, torch.arange(9), exits, 2), table)
+        create_adapter(tmp_path / f"d{number}", kind=KIND, base=base, tensors=wrong, settings={}, card="")
+        with refused(RunError, setting="adapter"):
+            open_retrofit(session, tmp_path / f"d{number}")
     create_adapter(tmp_path / "c", kind="lora", base=base, tensors=tensors, settings={}, card="")
     with refused(RunError, setting="kind", given="lora"):
         open_retrofit(session, tmp_path / "c")

@@ -18,6 +18,7 @@ from topograd.decode import speculation
 from topograd.decode.calibration.measure import PositionCosts
 from topograd.decode.calibration.policy import ExpectedGainPolicy
 from topograd.decode.calibration.tune import acceptances, record
+from topograd.decode.draft_stage import DraftStageDrafter
 from topograd.decode.drafters import DraftRule, PrefixDrafter
 from topograd.decode.engine import Emitted, Engine
 from topograd.decode.lookup import TextLookup
@@ -26,6 +27,7 @@ from topograd.decode.sequence import Tally
 from topograd.decode.speculation import Drafter, Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, generate_batch, generate_tokens
 from topograd.errors import ConfigError, DivergenceError
+from topograd.nn.draft_stage import DraftStage
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
 
@@ -251,6 +253,25 @@ def test_sampled_text_has_the_full_models_distribution(
     found, tally = shares(Speculate(engine, rule), ROWS, sampling)
     assert distance(found, exact) < FARTHEST
     assert 0.2 * ROWS < tally.accepted < 0.95 * tally.drafted
+
+
+@pytest.mark.parametrize("kind", ["prefix", "block", "depths"])
+def test_sampled_text_of_drafters_that_know_few_tokens(
+    small: GPT, make_engine: Callable[..., Engine], kind: str
+) -> None:
+    """What they never say is written as often as the full model says it."""
+    engine, sampling = make_engine(small, "1,1", context=6), Sampling(temperature=1.0, seed=1)
+    some, rule = torch.tensor([0, 2, 3]), DraftRule(0.0, 3)
+    if kind == "prefix":
+        drafter: Drafter = PrefixDrafter(engine, rule, 0, some)
+    else:
+        torch.manual_seed(1)
+        stage = DraftStage(small, some, (0, 1) if kind == "depths" else None, 3 if kind == "block" else 1)
+        drafter = DraftStageDrafter(engine, stage, rule)
+    exact = pairs(small, engine, 1, sampling)
+    found, tally = shares(Speculate(engine, drafter), ROWS, sampling)
+    assert distance(found, exact) < FARTHEST
+    assert 0.1 * ROWS < tally.accepted < 0.95 * tally.drafted
 
 
 def test_to_accept_every_draft_would_be_seen(

@@ -28,15 +28,17 @@ from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
 VOCAB, CONTEXT, STEP = 257, 16, 7
-COSTS = PositionCosts({1: 0.5, 4: 0.75}, draft=0.1, keep=0.2)
+COSTS = PositionCosts({1: 0.5, 4: 0.75}, draft=0.1, keep=0.2, start=0.3)
 PAYS = DrafterSelection(
-    ("lookup", "stage 2"),
+    ("lookup", "stage 2 (3)"),
     ExpectedGainPolicy(
         {"lookup": Acceptance((1.0,), (0.5,)), "stage 2": Acceptance((0.0, 2.0), (0.5, 0.9), (0.25, 0.75))},
         COSTS,
         1.25,
+        4,
     ),
     1.375,
+    (5, 9, 200),
 )
 OFF = Tuning(None, None, COSTS)
 CALIBRATION = Calibration(

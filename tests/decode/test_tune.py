@@ -34,7 +34,7 @@ from topograd.decode.retrofitted import Retrofitted
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError
-from topograd.nn.draft_stage import DraftStage
+from topograd.nn.draft_stage import DraftStage, rank_tokens
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
 
@@ -70,6 +70,7 @@ class Margins:
     threshold: float
     longest: int
     costs: PositionCosts
+    steps: int = 64
 
     def choose(
         self, place: int, chance: float, guesses: object, computed: str | None, sequences: int
@@ -214,7 +215,7 @@ def test_drafts_that_lose_are_off(chance: float, costs: PositionCosts) -> None:
     source = random.Random(0)
     right = [[source.random() < chance for _ in range(200)] for _ in range(10)]
     known = recorded(right, [[float(1 + i % 7) for i in range(200)]] * 10)
-    assert select_drafters(known, costs, {"stage 1": (costs.draft, costs.keep)}) is None
+    assert select_drafters(known, costs, {"stage 1": {"draft": costs.draft, "keep": costs.keep}}) is None
 
 
 @pytest.mark.parametrize(("speedup", "on"), [(1.019, False), (1.021, True)], ids=["below", "above"])
@@ -222,7 +223,7 @@ def test_two_percent_are_asked_for(speedup: float, on: bool) -> None:
     """One draft, always right: two tokens for `2 / speedup`. A longer draft costs more than it gives."""
     costs = PositionCosts({1: 1.0, 2: 2 / speedup, 3: 9.0})
     known = recorded([[True] * 600], [[1.0] * 600])
-    selection = select_drafters(known, costs, {"stage 1": (0.0, 0.0)})
+    selection = select_drafters(known, costs, {"stage 1": {"draft": 0.0, "keep": 0.0}})
     assert (selection is not None) is on
     if selection is not None:
         assert selection.drafters == ("stage 1",)
@@ -235,12 +236,19 @@ def test_steps_are_replayed(texts: list[list[int]]) -> None:
         places = [[[(right, 0.9)] * 4 for _ in text] for text in texts]
         known = RecordedText([len(text) for text in texts], 7, {}, {"draft": places})
         assert (max(acceptances(known)["draft"].rates) > 0.9) == right
-        selection = select_drafters(known, CHEAP, {"draft": (0.01, 0.0)})
+        seconds = {"start": 0.2, "draft": 0.01, "keep": 0.0}
+        selection = select_drafters(known, CHEAP, {"draft": seconds})
         assert (selection is not None) == right
         if selection is not None:
             assert selection.drafters == ("draft",)
             assert 5 < selection.predicted < 17
-            assert (selection.policy.costs.draft, selection.policy.costs.keep) == (0.01, 0.0)
+            costs = selection.policy.costs
+            assert (costs.start, costs.draft, costs.keep) == (0.2, 0.01, 0.0)
+        block = select_drafters(replace(known, most={"draft": 4}), CHEAP, {"draft": seconds})
+        assert (block is not None) == right
+        if block is not None:
+            assert block.policy.steps == 4
+            assert 3 < block.predicted < 5, "five tokens a round at most, and the first guess costs more"
 
 
 def test_what_does_not_pay_is_not_selected(engine: Engine, texts: list[list[int]]) -> None:
@@ -260,9 +268,10 @@ def test_the_best_prefix_is_selected_for_each_kind_of_text(
     """By what was recorded of each, with the seconds that were measured of each."""
     asked: list[str] = []
 
-    def seconds(engine: Engine, drafter: AutoregressiveDrafter) -> tuple[float, float]:
+    def seconds(engine: Engine, drafter: AutoregressiveDrafter) -> dict[str, float]:
         asked.append(drafter.name)
-        return {"stage 1": (0.0, 0.3), "stage 2": (0.0, 0.01), "stage 3": (0.0, 0.9)}[drafter.name]
+        keep = {"stage 1": 0.3, "stage 2": 0.01, "stage 3": 0.9, "stage 2 (12)": 0.005}
+        return {"keep": keep.get(drafter.name, 0.9)}
 
     def judged(engine: Engine, texts: Any, start: int, drafters: Any, sampled: bool = False) -> RecordedText:
         places = {name: [[[(not sampled, 1.0)] for _ in t] for t in texts] for name in asked}
@@ -273,11 +282,12 @@ def test_the_best_prefix_is_selected_for_each_kind_of_text(
     monkeypatch.setattr(tune, "record", judged)
     inputs = torch.arange(5 * 64).reshape(5, 64) % 50
     found = tune.tune(engine, Text(inputs, inputs, 0))
-    assert asked == ["stage 1", "stage 2", "stage 3"]
+    assert asked == ["stage 1", "stage 2", "stage 3", "stage 1 (12)", "stage 2 (12)", "stage 3 (12)"]
     assert found.costs == CHEAP
     assert found.greedy is not None
-    assert found.greedy.drafters == ("stage 2",)
-    assert (found.greedy.policy.costs.keep, found.greedy.policy.costs.verify) == (0.01, CHEAP.verify)
+    assert found.greedy.drafters == ("stage 2 (12)",)
+    assert found.greedy.vocabulary == tuple(rank_tokens(inputs[::2], 50, 12).tolist())
+    assert (found.greedy.policy.costs.keep, found.greedy.policy.costs.verify) == (0.005, CHEAP.verify)
     assert found.sampled is None, "none of its guesses is accepted there"
 
 
@@ -332,7 +342,7 @@ def test_costs_that_cannot_be() -> None:
     for seconds in (0.0, math.nan, math.inf, -1.0):
         with refused(ConfigError, setting="verify"):
             PositionCosts({1: 1.0, 2: seconds})
-    for name in ("draft", "keep", "uneven"):
+    for name in ("draft", "keep", "uneven", "start"):
         with refused(ConfigError, setting=name, given=-1.0):
             PositionCosts({1: 1.0, 2: 1.0}, **{name: -1.0})
 
@@ -363,15 +373,17 @@ def test_what_is_timed(
     monkeypatch: pytest.MonkeyPatch,
     exit_: int,
 ) -> None:
-    """In a half-full context: one position and five at full depth; a guess that is not kept, and four that
-    are, which run the first stages one by one and the others as one batch."""
+    """In a half-full context: one position, two and five at full depth; a guess that is not kept, and one and
+    four that are, which run the first stages one by one and the others as one batch."""
     monkeypatch.setattr(measure, "ROUNDS", 2)
     engine = make_engine(make_gpt(), context=16)
     visits = visits_of(engine.stack)
-    draft, keep = measure_draft(engine, PrefixDrafter(engine, exit_=exit_))
-    assert min(draft, keep) >= 0
-    prompt, one, five = [list(range(8))], [[8]], [list(range(8, 13))]
+    costs = measure_draft(engine, PrefixDrafter(engine, exit_=exit_))
+    assert costs.keys() == {"start", "draft", "keep"}
+    assert min(costs.values()) >= 0
+    prompt, one, two, five = [list(range(8))], [[8]], [[8, 9]], [list(range(8, 13))]
     for layer in range(4):
-        singly = [[[p]] for p in range(8, 12)] + [[[12]]]
-        each = [one, one, five, *(singly if layer <= exit_ else [five])]
+        singly = [[[p]] for p in range(8, 13)]
+        each = [one, one, two, *(singly[:2] if layer <= exit_ else [two])]
+        each += [five, *(singly if layer <= exit_ else [five])]
         assert visits.calls[layer] == [prompt, *each * 2], layer

@@ -168,7 +168,12 @@ def test_a_specialist(
 
 
 DRAFTS = RetrofitConfig(
-    tokens=256, vocabulary=64, text=OwnTextConfig(length=16, rows=8), training=DraftTraining(epochs=1)
+    tokens=256,
+    vocabulary=64,
+    depths=2,
+    slots=2,
+    text=OwnTextConfig(length=16, rows=8),
+    training=DraftTraining(epochs=1),
 )
 
 

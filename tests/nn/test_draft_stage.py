@@ -12,7 +12,7 @@ from pieces import Decoded
 from raising import refused
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
-from topograd.nn.draft_stage import RELAY, DraftStage, PreviousRelay, rank_tokens, shifted, step_mask
+from topograd.nn.draft_stage import RELAY, DraftStage, PreviousRelay, rank_tokens, shifted, step_mask, unit
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
 from topograd.nn.transformer.config import TransformerConfig
@@ -36,8 +36,10 @@ def base_of(kind: str) -> GPT | Transformer:
     return base
 
 
-def stage_of(base: Stack, std: float = 0.4) -> DraftStage:
-    stage = DraftStage(base, torch.arange(0, VOCAB, 2))
+def stage_of(
+    base: Stack, std: float = 0.4, depths: tuple[int, ...] | None = None, slots: int = 1
+) -> DraftStage:
+    stage = DraftStage(base, torch.arange(0, VOCAB, 2), depths, slots)
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=std)
     return stage
@@ -49,7 +51,7 @@ def test_unrolled_it_is_what_it_drafts(kind: str) -> None:
     base = base_of(kind)
     stage = stage_of(base)
     inputs, states = torch.randint(VOCAB, (2, TIME)), torch.randn(2, TIME, WIDTH).double()
-    steps = list(stage.unroll(inputs, states, 3))
+    steps = list(stage.unroll(inputs, states[:, :, None], 3))
     decoding = stage.stack.for_decoding()
     layer = decoding.layers[0]
     for n in (0, 3, 5):
@@ -66,6 +68,43 @@ def test_unrolled_it_is_what_it_drafts(kind: str) -> None:
             )
             torch.testing.assert_close(g, steps[step][:, here])
     torch.testing.assert_close(decoding.readout(g, 0), stage.readout(g))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "transformer"])
+def test_a_block_is_one_pass_over_tokens_and_empty_slots(kind: str) -> None:
+    """Against the layer run once over a text that ends in the learned vectors."""
+    base = base_of(kind)
+    stage = stage_of(base, depths=(0, 1), slots=3)
+    inputs, states = torch.randint(VOCAB, (2, TIME)), torch.randn(2, TIME, 2, WIDTH).double()
+    steps = list(stage.unroll(inputs, states, 3))
+    assert stage.fusion is not None
+    assert stage.masks is not None
+    read = stage.fusion(torch.cat([unit(states[:, :, 0]), unit(states[:, :, 1])], dim=-1))
+    for n in (0, 4):
+        tokens = torch.cat([inputs[:, : n + 1], torch.zeros(2, 2, dtype=torch.long)], dim=1)
+        x0 = torch.cat([stage.stack.embed(inputs[:, : n + 1]), unit(stage.masks).expand(2, 2, WIDTH)], dim=1)
+        before = shifted(read)[:, : n + 1]
+        before = torch.cat([before, before[:, -1:], before[:, -1:]], dim=1)
+        g = stage(stage.stack.layer_context(x0, tokens), before)
+        for step in range(3):
+            torch.testing.assert_close(g[:, n + step], steps[step][:, n + step])
+
+
+def test_several_depths_begin_as_the_last() -> None:
+    base = base_of("gpt")
+    torch.manual_seed(1)
+    plain = DraftStage(base, torch.arange(VOCAB))
+    torch.manual_seed(1)
+    deep = DraftStage(base, torch.arange(VOCAB), (0, 1))
+    deep.load_state_dict(plain.state_dict(), strict=False)
+    inputs, states = torch.randint(VOCAB, (2, TIME)), torch.randn(2, TIME, 3, WIDTH).double()
+    assert deep.pick(states).equal(states[:, :, :2])
+    assert plain.pick(states).equal(states[:, :, 2:])
+    each = zip(
+        plain.unroll(inputs, states[:, :, 1:2], 2), deep.unroll(inputs, states[:, :, :2], 2), strict=True
+    )
+    for a, b in each:
+        torch.testing.assert_close(a, b)
 
 
 def extended(base: GPT, stage: DraftStage) -> tuple[GPT, Plan]:
@@ -87,7 +126,7 @@ def test_it_is_a_stage_of_a_topology() -> None:
     whole, plan = extended(base, stage)
     inputs = torch.randint(VOCAB, (2, TIME))
     out = stage_outputs(whole, plan, inputs, [1, 2])
-    first = next(iter(stage.unroll(inputs, out[1], 1)))
+    first = next(iter(stage.unroll(inputs, out[1][:, :, None], 1)))
     torch.testing.assert_close(out[2], first)
     decoded = Decoded(whole, plan, 2, 16)
     parts = [decoded.outputs(inputs[:, t : t + 1], [2])[2] for t in range(TIME)]
@@ -102,7 +141,7 @@ def test_nothing_of_the_base_is_in_it() -> None:
     assert not shared & {id(p) for p in stage.parameters()}
     assert all(name.startswith(("relay", "layer", "norm", "vocabulary")) for name in stage.state_dict())
     base.requires_grad_(False)
-    inputs, states = torch.zeros(1, 4, dtype=torch.long), torch.randn(1, 4, WIDTH).double()
+    inputs, states = torch.zeros(1, 4, dtype=torch.long), torch.randn(1, 4, 1, WIDTH).double()
     loss = torch.stack([g.square().sum() for g in stage.unroll(inputs, states, 2)]).sum()
     loss.backward()
     assert all(p.grad is not None for name, p in stage.named_parameters() if not name.startswith("norm"))

@@ -35,6 +35,10 @@ class Retrofit:
     """How often the stage sees each row."""
     vocabulary: int = 8192
     """Tokens that the stage can say."""
+    depths: int = 1
+    """States that the stage reads: 1 of the last stage of the model, 3 of an early, a middle and the last."""
+    slots: int = 1
+    """Tokens that one pass of it guesses: 1 is one after the other, 4 a block at once."""
     exits: tyro.conf.FlagCreatePairsOff[bool] = False
     """Teach the stages before the last to predict too, for prefix:J, wand and calibrate: minutes more."""
     seed: int = 0
@@ -51,7 +55,9 @@ def run(argv: list[str]) -> int:
     from topograd.runs.session import open_session
 
     training = DraftTraining(epochs=args.epochs, seed=args.seed)
-    config = RetrofitConfig(args.tokens, args.vocabulary, OwnTextConfig(seed=args.seed), training)
+    config = RetrofitConfig(
+        args.tokens, args.vocabulary, args.depths, args.slots, OwnTextConfig(seed=args.seed), training
+    )
     session = open_session(args.folder)
     rows = min(config.text.rows, max(1, -(-args.tokens // config.text.length)))
     config = replace(config, text=replace(config.text, rows=rows))
@@ -100,7 +106,11 @@ def _show(found: dict[str, Any]) -> None:
         f"tokens, and a table of {found['table']} entries",
         soft_wrap=True,
     )
-    console.print(f"it says what the model says, by step: {rates}", soft_wrap=True)
+    console.print(
+        f"it reads {found['depths']} states and guesses {found['slots']} tokens in a pass; it says what the "
+        f"model says, by step: {rates}",
+        soft_wrap=True,
+    )
     for row in found.get("exits", []):
         console.print(
             f"an exit after stage {row['stage']} says it: {row['agreement']:.2f} ({row['lens']:.2f} as it is)"

@@ -3,8 +3,8 @@
     loss = Σ_j w^j mean_t CE(p_t, q_t^{(j)}),   j = 0..STEPS-1
 
 p_t is the base's distribution behind position t on the draft vocabulary, read off its kept state by its own
-head; q^{(j)} is the stage's, unrolled j times on its own states (`nn/draft_stage.py`). Positions whose next
-token is outside the draft vocabulary do not count. The base is not run and not changed.
+head; q^{(j)} is the stage's, unrolled j times on its own states, or its slot j (`nn/draft_stage.py`).
+Positions whose next token is outside the draft vocabulary do not count. The base is not run and not changed.
 
 Matrices learn by Muon, gains by AdamW, with a linear warmdown. In a folder the training is saved every
 SAVE_SECONDS, and the same call goes on from there (`training/trainer.py`); batches are a function of the seed
@@ -49,7 +49,7 @@ class DraftTraining:
     epochs: float = 2.0
     batch: int = 2
     steps: int = 2
-    """How often it is unrolled on its own states."""
+    """How often it is unrolled on its own states; of a block, every slot is taught."""
     decay: float = 0.8
     """w: each further step weighs so much of the one before."""
     matrices: float = 0.02
@@ -73,7 +73,11 @@ class DraftTask(Task):
         super().__init__(Schedule(steps, save_seconds=SAVE_SECONDS))
         self.stage, self.text, self.config = stage, text, config
         self.model, self.optimizers = stage, _optimizers(stage, config)
-        self.key = {**asdict(config), "tokens": text.tokens, "weights": text.weights, "total": steps}
+        shape = {name: list(p.shape) for name, p in stage.named_parameters()}
+        self.key = {
+            **asdict(config),
+            **{"tokens": text.tokens, "weights": text.weights, "total": steps, "stage": shape},
+        }
 
     def step(self, step: int) -> StepRecord:
         scale = warmup_stable_warmdown(step, self.schedule.steps, warmup=0.02, warmdown=0.6, floor=0.0)
@@ -103,14 +107,15 @@ def train_draft_stage(
 
 def draft_loss(stage: DraftStage, block: Block, config: DraftTraining) -> Tensor:
     """The loss of the module's head on some rows."""
-    states, tokens = _last(stage, block), block.tokens
+    states, tokens = _read(stage, block), block.tokens
     places = stage.places()[tokens[:, 1:]]
     counted = places >= 0
     counted[:, 0] = False  # a first state is unlike all others
     with torch.no_grad():
-        targets = stage.base_logits(states[:, :-1][counted]).softmax(-1)
+        targets = stage.base_logits(states[:, :-1, -1][counted]).softmax(-1)
     total = states.new_zeros(())
-    for step, g in enumerate(stage.unroll(tokens, states, config.steps)):
+    steps = config.steps if stage.slots == 1 else stage.slots
+    for step, g in enumerate(stage.unroll(tokens, states, steps)):
         alive = counted.clone()
         alive[:, : step + 1] = False  # the first positions have no chain behind them
         logits = stage.readout(g[:, :-1][alive])
@@ -118,8 +123,9 @@ def draft_loss(stage: DraftStage, block: Block, config: DraftTraining) -> Tensor
     return total
 
 
-def _last(stage: DraftStage, block: Block) -> Tensor:
-    return block.states[:, :, -1].to(stage.vocabulary.device, stage.relay.state.weight.dtype)
+def _read(stage: DraftStage, block: Block) -> Tensor:
+    """The states that the stage reads: (rows, length, depths, width)."""
+    return stage.pick(block.states).to(stage.vocabulary.device, stage.relay.state.weight.dtype)
 
 
 def draft_agreement(
@@ -137,12 +143,13 @@ def agreement_on(
 
     `agreement` of each step by itself, `chain` of all steps up to it: the expected tokens of a draft add up.
     """
+    steps = steps if stage.slots == 1 else min(steps, stage.slots)
     hits = torch.zeros(steps)
     chains = torch.zeros(steps)
     count = 0.0
     for start in range(0, len(rows), batch):
         block = text.take(rows[start : start + batch])
-        states, tokens = _last(stage, block), block.tokens
+        states, tokens = _read(stage, block), block.tokens
         time_ = tokens.shape[1]
         said = [stage.vocabulary[stage.readout(g).argmax(-1)] for g in stage.unroll(tokens, states, steps)]
         right = [(words[:, :-1] == tokens[:, 1:]) & block.own[:, 1:] for words in said]
@@ -158,8 +165,8 @@ def agreement_on(
 
 
 def _optimizers(stage: DraftStage, config: DraftTraining) -> dict[str, torch.optim.Optimizer]:
-    matrices = [p for p in stage.parameters() if p.dim() == 2]
-    others = [p for p in stage.parameters() if p.dim() != 2]
+    matrices = [p for p in stage.parameters() if p.dim() == 2 and p is not stage.masks]
+    others = [p for p in stage.parameters() if p.dim() != 2 or p is stage.masks]
     made: dict[str, torch.optim.Optimizer] = {"muon": Muon(matrices, lr=config.matrices, weight_decay=0.01)}
     if others:
         made["adamw"] = torch.optim.AdamW(others, lr=config.scalars, weight_decay=0.0)

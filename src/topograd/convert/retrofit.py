@@ -1,8 +1,8 @@
 """Retrofit: what a frozen model can be given so that it writes faster, in a adapter; the base stays as it is.
 
     own text     the model goes on from many beginnings, in batches; its states are kept (`own_text.py`)
-    draft stage  one layer that hears the last state one position late, taught on that (`draft_training.py`)
-    table        what followed runs of tokens in that text (`depth/lookup.py`)
+    draft stage  one layer that reads states one position late, taught on that (`draft_training.py`)
+    table        what followed runs of tokens in that text (`decode/lookup.py`)
     exits        what the stages before the last predict, read through translators (`translators.py`)
 
 The text of a user, `data`, gives beginnings and rows that are read and not written, beside the model's own.
@@ -50,11 +50,15 @@ class RetrofitConfig:
     """Tokens of text, given ones included."""
     vocabulary: int = 8192
     """Tokens that the draft stage can say: the most frequent of the text."""
+    depths: int = 1
+    """States that it reads: of the last exit, and of earlier ones."""
+    slots: int = 1
+    """Tokens that one pass of it guesses: 1 is a chain, more are a block."""
     text: OwnTextConfig = field(default_factory=OwnTextConfig)
     training: DraftTraining = field(default_factory=DraftTraining)
 
     def __post_init__(self) -> None:
-        check_numbers(self, tokens=(64, 2**36), vocabulary=(2, 2**24))
+        check_numbers(self, tokens=(64, 2**36), vocabulary=(2, 2**24), depths=(1, 16), slots=(1, 16))
 
 
 def retrofit(
@@ -74,6 +78,13 @@ def retrofit(
     `exits`, the stages before the last are given readings that prefixes and `calibrate` then use.
     """
     config, began = config or RetrofitConfig(), time.perf_counter()
+    if init is not None and (config.depths, config.slots) != (1, 1):
+        raise ConfigError(
+            "a draft stage that is taught on keeps its depths and slots",
+            setting="init",
+            given=init,
+            remedy="leave --depths and --slots out",
+        )
     folder = retrofit_folder(session) if out is None else Path(out)
     check_room(session, folder)
     work = folder.with_name(f"{folder.name}.work") if text is None else Path(text)
@@ -85,7 +96,9 @@ def retrofit(
     torch.manual_seed(config.training.seed)
     if init is None:
         counted = torch.from_numpy(tokens[learning])
-        stage = DraftStage(session.stack, rank_tokens(counted, session.config.model.vocab, config.vocabulary))
+        vocabulary = rank_tokens(counted, session.config.model.vocab, config.vocabulary)
+        depths = read_exits(len(session.plan.predicting()), config.depths)
+        stage = DraftStage(session.stack, vocabulary, depths, config.slots)
     else:
         stage = open_retrofit(session, init).stage.train().requires_grad_(True)
     vocabulary = stage.vocabulary
@@ -98,6 +111,8 @@ def retrofit(
         "tokens": written.tokens,
         "own": int(own.sum()),
         "vocabulary": len(vocabulary),
+        "depths": 1 if stage.depths is None else len(stage.depths),
+        "slots": stage.slots,
         "coverage": float(torch.isin(held, vocabulary).float().mean()),
         "parameters": sum(p.numel() for p in stage.parameters()),
         "table": len(table),
@@ -122,6 +137,12 @@ def retrofit(
     return {"run": str(session.run.folder), "adapter": str(adapter.folder), **found} | {
         "seconds": time.perf_counter() - began
     }
+
+
+def read_exits(exits: int, depths: int) -> list[int]:
+    """The exits, from 0, whose states a draft stage reads: the last, and earlier ones at equal distances."""
+    count = min(depths, exits)
+    return [exits - 1 - i * (exits - 1) // max(count - 1, 1) for i in reversed(range(count))]
 
 
 def check_room(session: LoadedTextRun, folder: Path) -> None:
@@ -163,6 +184,7 @@ def _card(session: LoadedTextRun, found: dict[str, Any]) -> str:
             "",
             f"- parameters: {found['parameters']:,}; draft vocabulary: {found['vocabulary']:,} tokens, which "
             f"cover {found['coverage']:.3f} of held-out text",
+            f"- states that it reads: {found['depths']}; tokens that a pass guesses: {found['slots']}",
             f"- taught on {found['tokens']:,} tokens, {found['own']:,} of them its own outside of loops",
             f"- agreement with the base on held-out own text, by step: {rates}",
             f"- table of own text: {found['table']:,} entries",

@@ -16,7 +16,8 @@ speculate:WHO+WHO     drafts by these, at each place by the one whose guess is w
     draft             a draft stage (`topograd retrofit`)
     FOLDER            another run, smaller and with the same tokenizer; or a folder that retrofit made
 
-At most one of the drafters of a combination computes its drafts (N, draft, a run).
+At most one of the drafters of a combination computes its drafts (N, draft, a run). Where the run has a draft
+stage, N and a run guess the tokens of its vocabulary only; N@all, FOLDER@all guess all tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+import torch
+from torch import Tensor
+
 from topograd.decode.calibration.measure import Calibration, PositionCosts
-from topograd.decode.calibration.policy import ExpectedGainPolicy, Rule, thresholds
+from topograd.decode.calibration.policy import (
+    MAX_STEPS,
+    USUAL_COSTS,
+    ExpectedGainPolicy,
+    Rule,
+    thresholds,
+)
 from topograd.decode.calibration.store import load as load_calibration
 from topograd.decode.calibration.tune import Tuning, drafter_of
 from topograd.decode.draft_model import ModelDrafter
 from topograd.decode.draft_stage import DraftStageDrafter
 from topograd.decode.drafters import MAX_DRAFT, AutoregressiveDrafter, DraftRule, LookupDrafter, PrefixDrafter
 from topograd.decode.engine import Engine, check_exits
-from topograd.decode.retrofitted import KIND, Retrofitted, open_exits, open_retrofit
+from topograd.decode.retrofitted import KIND, Retrofitted, has_retrofit, open_exits, open_retrofit
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble
 from topograd.decode.wand import Wand
@@ -46,6 +56,8 @@ from topograd.runtime.choice import runtime_of
 from topograd.runtime.quantize import check_precision, load_weights, weights_file
 from topograd.topology.branches import parse_branches, parse_path
 
+ALL = "@all"
+"""Behind a drafter that is to guess all tokens."""
 PRUNING_VOCAB = 8192
 """From this vocabulary on, the last head is read for the surviving candidates only (docs/results)."""
 
@@ -113,7 +125,9 @@ def speculation_of(
     selection = tuning.greedy if greedy else tuning.sampled
     if selection is None:
         return FixedDepth(engine)
-    drafters = [drafter_of(name, engine, partial(_retrofitted, session, None)) for name in selection.drafters]
+    tokens = None if selection.vocabulary is None else torch.tensor(selection.vocabulary)
+    own = partial(_retrofitted, session, None)
+    drafters = [drafter_of(name, engine, own, tokens) for name in selection.drafters]
     return Speculate(engine, drafters, policy=selection.policy)
 
 
@@ -153,7 +167,8 @@ def _speculate(
     ]
     if any(isinstance(drafter, PrefixDrafter) for drafter in drafters):  # a margin is no probability
         return Speculate(engine, drafters)
-    policy = ExpectedGainPolicy() if costs is None else ExpectedGainPolicy(costs=costs())
+    most = min((d.most for d in drafters if isinstance(d, AutoregressiveDrafter)), default=MAX_STEPS)
+    policy = ExpectedGainPolicy(costs=USUAL_COSTS if costs is None else costs(), steps=min(most, MAX_STEPS))
     return Speculate(engine, drafters, policy=policy)
 
 
@@ -163,13 +178,16 @@ def _drafter(
     """One drafter of a combination."""
     if word in ("lookup", "table", "draft"):
         return drafter_of(word, engine, partial(_retrofitted, session, draft))
+    word, whole = word.removesuffix(ALL), word.endswith(ALL)
+    tokens = None if whole else _vocabulary(session, draft)
     if re.match(r"[-+.\d]", word) and not Path(word).is_dir():
         check_exits(session.plan)
         longest, _, margin = word.partition(":")
         count = int(_number(depth, longest, whole=True))
         if count > MAX_DRAFT:
             raise ConfigError(setting="longest", given=count, allowed=f"at most {MAX_DRAFT}")
-        return PrefixDrafter(engine, DraftRule(_number(depth, margin) if margin else 0.0, count))
+        rule = DraftRule(_number(depth, margin) if margin else 0.0, count)
+        return PrefixDrafter(engine, rule, vocabulary=tokens)
     if is_adapter(word):
         return DraftStageDrafter(engine, _retrofitted(session, word).stage)
     if not word or not Path(word).is_dir():
@@ -180,7 +198,14 @@ def _drafter(
             remedy="use lookup, table, draft, a number of tokens, or the folder of a smaller run",
         )
     small = session.once(("run", word), lambda: _small(session, Path(word)))
-    return ModelDrafter(engine, small, Path(word).name)
+    return ModelDrafter(engine, small, Path(word).name, vocabulary=tokens)
+
+
+def _vocabulary(session: LoadedTextRun, draft: Path | str | None) -> Tensor | None:
+    """The tokens of the draft stage, `draft` or the run's own; None where there is none."""
+    if draft is not None and is_adapter(draft):
+        return _retrofitted(session, draft).stage.vocabulary
+    return _retrofitted(session, None).stage.vocabulary if has_retrofit(session) else None
 
 
 def _retrofitted(session: LoadedTextRun, folder: Path | str | None) -> Retrofitted:

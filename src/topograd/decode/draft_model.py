@@ -13,7 +13,8 @@ from collections import abc
 from torch import Tensor
 
 from topograd.decode.cache import Batch, Cache
-from topograd.decode.drafters import Draft, DraftRule, certainty
+from topograd.decode.draft_head import DraftHead
+from topograd.decode.drafters import MAX_DRAFT, Draft, DraftRule, certainty
 from topograd.decode.engine import Engine
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
@@ -38,11 +39,17 @@ class ModelDrafter:
     """The full depth of another model."""
 
     exit: int | None = None
-    vocabulary: Tensor | None = None
+    most = MAX_DRAFT
 
     def __init__(
-        self, engine: Engine, small: Engine, name: str = "model", rule: DraftRule | None = None
+        self,
+        engine: Engine,
+        small: Engine,
+        name: str = "model",
+        rule: DraftRule | None = None,
+        vocabulary: Tensor | None = None,
     ) -> None:
+        """With a `vocabulary` it guesses its tokens only."""
         if small.vocab > engine.vocab:
             raise ConfigError(
                 f"the draft model {name} predicts {small.vocab} tokens and the model {engine.vocab}",
@@ -52,6 +59,9 @@ class ModelDrafter:
             )
         self.small, self.name, self.rule = small, name, rule or MODEL_RULE
         self._full, self._cache = small.exits[-1], small.new_cache()
+        if vocabulary is not None:  # the small model may predict fewer tokens
+            vocabulary = vocabulary[vocabulary < small.vocab]
+        self.vocabulary, self.head = vocabulary, DraftHead(small, self._full, vocabulary)
 
     def begin(self, batch: Batch) -> list[bool]:
         fits = [len(sequence) < self.small.context for sequence in batch]
@@ -76,7 +86,7 @@ class ModelDrafter:
             new.append(text[len(mine) : self.small.context])
         self._cache.push(own, new)
         self.small.run(own, self._full)
-        return self.small.logits(own, self._full)
+        return self.head.logits(own)
 
     def scores(self, logits: Tensor) -> Tensor:
         return certainty(logits)

@@ -32,10 +32,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from topograd.decode.cache import Batch
+from topograd.decode.draft_head import DraftHead
 from topograd.decode.engine import Engine, check_exits, read_together
 from topograd.decode.sampling import draw
 from topograd.decode.sequence import Sequence
@@ -113,6 +115,8 @@ class AutoregressiveDrafter(Protocol):
     exit: int | None
     vocabulary: Tensor | None
     """The tokens that its logits are of; None if they are all of them."""
+    most: int
+    """Tokens of a draft that it can compute."""
 
     def begin(self, batch: Batch) -> list[bool]:
         """A new round; says for which sequences it can draft."""
@@ -252,7 +256,7 @@ class CompositeDrafter:
             lookup.name: _fitting(sequence, draft, lookup.find(sequence, draft.tokens, room - place))
             for lookup in self.lookups
         }
-        computed = self.computing.name if self.computing and able else None
+        computed = self.computing.name if self.computing and able and place < self.computing.most else None
         name, count = self.policy.choose(place, draft.chance, guesses, computed, sequences)
         if name is None or name == computed:
             return name is not None
@@ -271,7 +275,7 @@ class CompositeDrafter:
         if not all(sequence.plain for sequence in batch):
             logits = logits.cpu()  # one copy from the device either way
             logits = self._processed(logits, batch, drafts)
-        scores, best = read_together(drafter.scores(logits), logits.argmax(-1))
+        scores, best = read_together(drafter.scores(logits), largest(logits))
         accepted = []
         for row, (sequence, draft) in enumerate(zip(batch, drafts, strict=True)):
             place, chance = len(draft.tokens), None
@@ -328,12 +332,18 @@ def _fitting(sequence: Sequence, draft: Draft, guesses: list[Guess]) -> list[Gue
 class PrefixDrafter:
     """The stages up to an exit draft while their best logit is above the second by more than a threshold.
 
-    What they computed is not computed again.
+    What they computed is not computed again. With a `vocabulary` they guess its tokens only.
     """
 
-    vocabulary: Tensor | None = None
+    most = MAX_DRAFT
 
-    def __init__(self, engine: Engine, rule: DraftRule | None = None, exit_: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rule: DraftRule | None = None,
+        exit_: int = 0,
+        vocabulary: Tensor | None = None,
+    ) -> None:
         check_exits(engine.plan)
         self.engine, self.rule = engine, rule or DraftRule(0.0, MAX_DRAFT)
         self.exit: int | None = exit_
@@ -345,7 +355,9 @@ class PrefixDrafter:
                 given=exit_ + 1,
                 remedy="draft with less",
             )
-        self.name = f"stage {exit_ + 1}"
+        self.name = f"stage {exit_ + 1}" + (f" ({len(vocabulary)})" if vocabulary is not None else "")
+        self.head = DraftHead(engine, self.stage, vocabulary)
+        self.vocabulary = vocabulary
 
     def begin(self, batch: Batch) -> list[bool]:
         return [True] * len(batch)
@@ -355,13 +367,27 @@ class PrefixDrafter:
         for draft in drafts:
             draft.pushed = len(draft.tokens)
         self.engine.run(batch, self.stage)
-        return self.engine.logits(batch, self.stage)
+        return self.head.logits(batch)
 
     def scores(self, logits: Tensor) -> Tensor:
-        best = logits.topk(2).values
-        return best[:, 0] - best[:, 1]
+        if logits.device.type != "cpu" or len(logits) > 1:
+            best = logits.topk(2).values
+            return best[:, 0] - best[:, 1]
+        row = logits[0].numpy()  # a sort takes longer than reading it twice
+        top = row.argmax()
+        margin = row[top] - max(row[:top].max(initial=-math.inf), row[top + 1 :].max(initial=-math.inf))
+        return logits.new_tensor([margin])
 
 
 def certainty(logits: Tensor) -> Tensor:
-    """(rows,): the probability of the likeliest token."""
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+    """(rows,): the probability of the likeliest token; on a CPU by numpy, which is faster."""
+    if logits.device.type != "cpu":
+        return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+    rows = logits.numpy()
+    with np.errstate(invalid="ignore"):  # of a row that is -inf it is no number
+        return torch.from_numpy(1 / np.exp(rows - rows.max(-1, keepdims=True)).sum(-1))
+
+
+def largest(logits: Tensor) -> Tensor:
+    """(rows,): which logit is the largest, the first of several; on a CPU by numpy, which is faster."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)

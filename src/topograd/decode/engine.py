@@ -75,6 +75,8 @@ class Engine:
         if runtime is None:
             runtime = TorchRuntime(stack.for_decoding() if self.keeps_states else stack)
         self.runtime, self.stack = runtime, runtime.stack
+        self.trained = stack
+        """The stack as it was given, which is not laid out for decoding."""
         self.context = context
         self.exits = self.plan.predicting()
         """The stages that predict."""
@@ -170,6 +172,10 @@ class Engine:
         terms = self.plan.prediction.after(stage)
         hidden = {each: batch[0].cache.hidden(batch, each, counts) for each, _ in terms}
         return predict(self.reader(self.runtime), self.plan, hidden, terms, tokens)
+
+    def translator(self, head: int) -> Translator | None:
+        """What an exit with this head is read through; None for the last, and where it is read as it is."""
+        return None if head == self._last_head else self.translators().get(head)
 
     def reader(self, reader: Readable) -> Readable:
         """The stack or a runtime, with the exits before the last read through their translators."""

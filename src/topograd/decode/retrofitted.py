@@ -81,10 +81,22 @@ def open_retrofit(session: LoadedTextRun, folder: Path | str | None = None) -> R
 def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStage:
     """The draft stage whose parameters are among these tensors."""
     own = {name.removeprefix("stage."): t for name, t in tensors.items() if name.startswith("stage.")}
+    depths, exits = own.get("depths"), len(session.plan.predicting())
+    if depths is not None and not _reads(depths, exits):
+        raise ValueError(f"it reads the exits {depths.tolist()} of {exits}, counted from 0")
+    slots = len(own["masks"]) + 1 if "masks" in own else 1
     with torch.random.fork_rng(devices=[]):
-        stage = DraftStage(session.stack, own["vocabulary"])
+        stage = DraftStage(
+            session.stack, own["vocabulary"], None if depths is None else depths.tolist(), slots
+        )
     stage.load_state_dict(own)
     return stage.eval().requires_grad_(False)
+
+
+def _reads(depths: Tensor, exits: int) -> bool:
+    """Whether a stage can read these exits, the last of them last."""
+    whole = depths.dtype == torch.long and depths.dim() == 1 and len(depths) > 1
+    return whole and depths.min() >= 0 and depths.max() == depths[-1] == exits - 1
 
 
 def open_exits(session: LoadedTextRun) -> dict[int, Translator]:

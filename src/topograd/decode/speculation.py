@@ -39,7 +39,7 @@ from topograd.decode.drafters import (
     LookupDrafter,
     PrefixDrafter,
 )
-from topograd.decode.engine import Emitted, Engine, check_exits, check_finite, read_together
+from topograd.decode.engine import Emitted, Engine, check_exits, check_finite, likeliest
 from topograd.decode.sampling import draw, verify, verify_certain
 from topograd.decode.sequence import Count, Sequence
 from topograd.decode.strategies import DecodeStrategy
@@ -117,7 +117,7 @@ def _verified(
     All are read at once: logits (N, vocab), `counts` of each sequence.
     """
     if all(sequence.plain for sequence in batch):
-        best, tokens = read_together(*logits.max(-1))
+        best, tokens = likeliest(logits)
         check_finite(best)
         verdicts, first = [], 0
         for draft, count in zip(drafts, counts, strict=True):

@@ -4,19 +4,27 @@
     g_t = Layer(u_0 .. u_t)                     one layer of the model's own kind
     q_t = softmax(W_V norm'(g_t))               over a draft vocabulary V of the likeliest tokens
 
+With several `depths`, f = Σ_d F_d norm(h_d) of the states h_d at the ends of these stages. At first F is the
+identity of the last one.
+
 In a topology it is a stage that reads the last one through a relay with a shift of one position
 (`PreviousRelay`), with λ = 0: the base never learns and never changes. So it needs the token x_t and the
 state f_{t-1}, and both are known before the model has run x_t: g_t predicts x_{t+1} before the model starts
-on it. For the next draft, g_t takes the place of f_t. What it shares with the base (the embedding, the rows V
-of the head) is referred to, not copied into its weights.
+on it. What it shares with the base (the embedding, the rows V of the head) is referred to, not copied into
+its weights.
 
-Training unrolls it on its own states (`unroll`): in step j, position t reads g^{(j-1)}_{t-1} and attends, as
-it will when it drafts, to the keys of step 1 up to position t-j+1 and to those of steps 2..j behind them.
+    a chain     `slots` is 1: for the next draft, g_t takes the place of f_t, and a draft is a pass
+    a block     `slots` is k: one pass guesses k tokens. Behind the last token t stand k - 1 empty slots; slot
+                j has position t + j, a learned vector m_j in the place of x0 and the state f_{t-1}, and sees
+                the slots before it
 
-Shapes: states (batch, time, width). Cost: 2 width² for the join, one layer, |V| width for the head. Sources:
-"EAGLE" (Li et al. 2024) §3, "EAGLE-3" (Li et al. 2025) §3.2 for training on own states, "FR-Spec" (Zhao et
-al. 2025) for the draft vocabulary. Limits: transformers of this package; a chain of drafts,
-no tree.
+Training unrolls it (`unroll`): in step j, position t reads g^{(j-1)}_{t-1}, or m_j and f_{t-1-j}. It attends,
+as it will when it drafts, to the keys of step 1 up to position t-j+1 and to those of steps 2..j behind them.
+
+Shapes: states (batch, time, depths, width). Cost: (2 + depths) width² for the join, one layer, |V| width for
+the head. Sources: "EAGLE" (Li et al. 2024) §3, "EAGLE-3" (Li et al. 2025) §3.1 for depths and §3.2 for
+training on own states, "FR-Spec" (Zhao et al. 2025) for the draft vocabulary, "DFlash" (2026) for a pass a
+block. Limits: transformers of this package; a chain of drafts, no tree; one layer.
 """
 
 from __future__ import annotations
@@ -77,9 +85,9 @@ def unit(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-def shifted(states: Tensor) -> Tensor:
-    """The state of the position before, at each position; 0 at the first."""
-    return F.pad(states, (0, 0, 1, 0))[:, :-1]
+def shifted(states: Tensor, by: int = 1) -> Tensor:
+    """The state so many positions before, at each position; 0 at the first ones."""
+    return F.pad(states, (0, 0, by, 0))[:, : states.shape[1]]
 
 
 def _places(ctx: LayerContext, history: Tensor) -> Tensor:
@@ -91,8 +99,12 @@ class DraftStage(nn.Module):
     """The stage's own parameters: the relay, a layer, a norm. Embedding and head rows are the base's."""
 
     vocabulary: Tensor
+    depths: Tensor | None
+    """The exits whose states it reads, from 0, the last one behind the others; None if it is that alone."""
 
-    def __init__(self, base: Stack, vocabulary: Tensor) -> None:
+    def __init__(
+        self, base: Stack, vocabulary: Tensor, depths: Sequence[int] | None = None, slots: int = 1
+    ) -> None:
         super().__init__()
         parts = draftable(base)
         if parts is None:
@@ -101,9 +113,16 @@ class DraftStage(nn.Module):
                 f"{kind} can be given no draft stage", setting="base", given=kind, remedy="a transformer can"
             )
         self.register_buffer("vocabulary", vocabulary.long())
-        like = parts.embedding.weight
-        self.relay = PreviousRelay(base.width)
+        several = depths is not None and len(depths) > 1
+        self.register_buffer("depths", torch.tensor(depths) if several else None)
+        like, width = parts.embedding.weight, base.width
+        self.relay = PreviousRelay(width)
         nn.init.eye_(self.relay.state.weight)
+        self.fusion = nn.Linear(len(depths) * width, width, bias=False) if depths and several else None
+        if self.fusion is not None:
+            nn.init.zeros_(self.fusion.weight)
+            nn.init.eye_(self.fusion.weight.data[:, -width:])
+        self.masks = nn.Parameter(torch.randn(slots - 1, width)) if slots > 1 else None
         self.layer = parts.draft_layer()
         self.norm = parts.draft_norm(FIRST_GAIN)
         self.to(like.device, like.dtype)
@@ -112,6 +131,19 @@ class DraftStage(nn.Module):
         head = Head(rows, bias, softcap=parts.head.softcap)
         # in a tuple: the base's parameters are not this module's
         self._base = (base, parts.with_one_layer(self.layer, self.norm, head))
+
+    @property
+    def slots(self) -> int:
+        """Tokens that one pass guesses."""
+        return 1 if self.masks is None else len(self.masks) + 1
+
+    def pick(self, states: Tensor) -> Tensor:
+        """Of states (..., exits, width) those that it reads."""
+        return states[..., -1:, :] if self.depths is None else states[..., self.depths.tolist(), :]
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """f (..., width) of the states (..., depths, width) that it reads."""
+        return states[..., -1, :] if self.fusion is None else self.fusion(unit(states).flatten(-2))
 
     @property
     def stack(self) -> Stack:
@@ -140,14 +172,20 @@ class DraftStage(nn.Module):
         return self.stack.readout(g, 0)
 
     def unroll(self, inputs: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-        """g of each step (batch, time, width): the first reads `states`, each later one the one before."""
-        x0 = self.stack.embed(inputs)
+        """g of each step (batch, time, width), from the states (batch, time, depths, width) that it reads.
+
+        The first reads them; each later one the states of the one before, or the empty slots of a block.
+        """
+        x0, read = self.stack.embed(inputs), self.fuse(states)
         plain = self.stack.layer_context(x0, inputs)
-        memory = _Steps()
+        memory, g = _Steps(), read
         for step in range(steps):
+            if step and self.masks is not None:
+                x0 = unit(self.masks[step - 1]).expand_as(x0)
+                plain, g = self.stack.layer_context(x0, torch.zeros_like(inputs)), shifted(read, step)
             ctx = replace(plain, mask=step_mask(inputs.shape[1], step, x0.device))
-            states = self(ctx, shifted(states), memory)
-            yield states
+            g = self(ctx, shifted(g), memory)
+            yield g
 
 
 class _Steps:

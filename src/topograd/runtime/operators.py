@@ -54,7 +54,8 @@ class OperatorRuntime(ABC):
         self.stack = cast("Transformer", stack)
         self.made = {} if made is None else made
         """Matrices that are quantised, by name."""
-        self._normed = self.stack.config.traits.normed_embedding
+        traits = self.stack.config.traits  # made anew at each look
+        self._normed, self._learned = traits.normed_embedding, traits.learned_positions
         tables = (self.stack.embedding, self.stack.previous)
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
 
@@ -74,7 +75,7 @@ class OperatorRuntime(ABC):
         return x
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
-        if self._learned():
+        if self._learned:
             check_reach(self.stack.config, inputs, offset)
         return Stack.layer_context(self.stack, x0, inputs, offset)
 
@@ -100,11 +101,8 @@ class OperatorRuntime(ABC):
             for turn, table in zip(("cos", "sin"), both, strict=True)
         }
 
-    def _learned(self) -> bool:
-        return self.stack.config.traits.learned_positions
-
     def _check_stop(self, stop: int) -> None:
-        if self._learned() and stop > self.stack.config.positions:
+        if self._learned and stop > self.stack.config.positions:
             check_reach(self.stack.config, torch.zeros(1, stop), 0)
 
     # Heads

@@ -42,7 +42,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -340,7 +340,7 @@ def flip_thresholds(readings: Readings, eps: float) -> tuple[float, ...]:
 class PositionCosts:
     """Seconds on one host. A round with d drafted tokens, of which t were computed and k of those kept, takes
 
-    verify(d + 1) + t draft + k keep.
+    verify(d + 1) + t draft + k keep, and start where t > 0.
     """
 
     verify: Mapping[int, float]
@@ -353,6 +353,8 @@ class PositionCosts:
     """
     uneven: float = 0.0
     """What a pass over several sequences costs more where some of them have drafts."""
+    start: float = 0.0
+    """What the first computed guess of a round costs more: a block has all of its guesses in one pass."""
 
     def __post_init__(self) -> None:
         if len(self.verify) < 2 or min(self.verify) < 1:
@@ -361,10 +363,14 @@ class PositionCosts:
             )
         for name, seconds, least in (
             *(("verify", value, math.ulp(0)) for value in self.verify.values()),
-            *((name, getattr(self, name), 0.0) for name in ("draft", "keep", "uneven")),
+            *((name, getattr(self, name), 0.0) for name in ("draft", "keep", "uneven", "start")),
         ):
             if not least <= seconds < math.inf:
                 raise ConfigError(setting=name, given=seconds, allowed="a finite number of seconds")
+
+    def computed(self, start: float = 0.0, draft: float = 0.0, keep: float = 0.0) -> PositionCosts:
+        """With the seconds of a computed drafter."""
+        return replace(self, start=start, draft=draft, keep=keep)
 
     @property
     def full(self) -> float:
@@ -407,10 +413,13 @@ def measure_positions(engine: Engine, rounds: int | None = None) -> PositionCost
 
 
 @torch.inference_mode()
-def measure_draft(engine: Engine, drafter: AutoregressiveDrafter) -> tuple[float, float]:
-    """Seconds of a computed guess, and what it takes more where it is kept, by whole rounds."""
+def measure_draft(engine: Engine, drafter: AutoregressiveDrafter) -> dict[str, float]:
+    """What computed guesses cost, as `PositionCosts` has it (start, draft, keep), by whole rounds.
+
+    Of rounds with one guess that is not kept, with one that is, and with several.
+    """
     length = max(1, min(engine.context // 2, TIMED_LENGTH))
-    steps = min(TIMED_STEPS, engine.context - length - 1)
+    steps = min(TIMED_STEPS, drafter.most, engine.context - length - 1)
     if steps < 1:
         raise ConfigError(
             setting="context", given=engine.context, allowed="at least 3, to have room for drafts"
@@ -418,12 +427,14 @@ def measure_draft(engine: Engine, drafter: AutoregressiveDrafter) -> tuple[float
     batch = engine.start([[0] * length])
     engine.run(batch, engine.exits[-1])
     seconds: dict[tuple[int, bool], list[float]] = {}  # by the guesses kept, and whether they are computed
-    for _, kept, computed in itertools.product(range(ROUNDS), (0, steps), (False, True)):
+    for _, kept, computed in itertools.product(range(ROUNDS), sorted({0, 1, steps}), (False, True)):
         took = _round_seconds(engine, batch, kept + 1, drafter if computed else None)
         seconds.setdefault((kept, computed), []).append(took)
     low = {key: lower_quartile(each) for key, each in seconds.items()}
-    draft = max(0.0, low[0, True] - low[0, False])
-    return draft, max(0.0, (low[steps, True] - low[steps, False]) / steps - draft)
+    none, one, all_ = (low[kept, True] - low[kept, False] for kept in (0, 1, steps))
+    keep = max(0.0, one - none)
+    draft = max(0.0, (all_ - one) / (steps - 1) - keep) if steps > 1 else max(0.0, none)
+    return {"start": max(0.0, none - draft), "draft": draft, "keep": keep}
 
 
 def _round_seconds(

@@ -5,7 +5,8 @@ tokens and costs time. Time is worth s tokens for each that full depth writes in
 is reached: so, with V(m) the seconds of m positions at once in each of R sequences, a guess at place m costs
 
     looked up   p_m = s (V(R (m + 2)) - V(R (m + 1))) / V(R)                tokens
-    computed    p_m + s keep / V(R) where it is kept, and s draft / V(R) to be made, kept or not
+    computed    p_m + s keep / V(R) where it is kept, and s draft / V(R) to be made, kept or not; the first
+                of a round s start / V(R) more
 
 This is Dinkelbach's rule for the largest ratio of expected tokens to expected seconds: with the s that it
 reaches, no other choice of guesses reaches more. `tune_speedup` finds s by its fixed point.
@@ -119,11 +120,13 @@ USUAL_SPEEDUP = 1.3
 
 @dataclass(frozen=True)
 class ExpectedGainPolicy:
-    """The policy for drafts; `costs.draft` and `costs.keep` are those of its computed drafter."""
+    """The policy for drafts; `costs.start`, `draft` and `keep` are those of its computed drafter."""
 
     acceptance: Mapping[str, Acceptance] = field(default_factory=dict)
     costs: PositionCosts = USUAL_COSTS
     speedup: float = USUAL_SPEEDUP
+    steps: int = MAX_STEPS
+    """Computed guesses in one draft, at most."""
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Prices by place and sequences; tables of values by drafter, trust and sequences."""
     _observed: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
@@ -173,15 +176,16 @@ class ExpectedGainPolicy:
         if key not in self._cache:
             rates, grid = self._rates(name), np.linspace(0, 1, GRID + 1)
             likely = np.multiply.outer(grid, trust * np.asarray(rates.rates))
-            made = self.speedup * self.costs.draft / self.costs.seconds(sequences)
             table = [[0.0] * (GRID + 2)]
-            for m in reversed(range(MAX_STEPS)):
+            for m in reversed(range(self.steps)):
+                made = self.costs.draft + (0.0 if m else self.costs.start)
+                made *= self.speedup / self.costs.seconds(sequences)
                 worth = likely - self.price(m, sequences, computed=True)
                 worth += np.interp(likely, grid, table[0][:-1])
                 here = np.maximum(np.maximum(worth, 0) @ np.asarray(rates.weights) - made, 0)
                 table.insert(0, [*here.tolist(), 0.0])
             self._cache[key] = table
-        row, at = self._cache[key][min(place, MAX_STEPS)], chance * GRID
+        row, at = self._cache[key][min(place, self.steps)], chance * GRID
         low = int(at)
         value: float = row[low] + (at - low) * (row[low + 1] - row[low])
         return value

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from topograd.decode.calibration.measure import EPS, Bounds, Calibration, PositionCosts
-from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
+from topograd.decode.calibration.policy import MAX_STEPS, Acceptance, ExpectedGainPolicy
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.decode.retrofitted import exits_digest
 from topograd.errors import RunError
@@ -185,6 +185,8 @@ def selection_dict(selection: DrafterSelection | None) -> dict[str, Any] | None:
         "drafters": list(selection.drafters),
         "predicted": selection.predicted,
         "speedup": policy.speedup,
+        "steps": policy.steps,
+        "vocabulary": None if selection.vocabulary is None else list(selection.vocabulary),
         "costs": policy.costs.as_dict(),
         "acceptance": {name: vars(rates) for name, rates in policy.acceptance.items()},
     }
@@ -204,13 +206,20 @@ def _selection_of(values: Any) -> DrafterSelection | None:
         bounds, rates = (tuple(map(float, given[part])) for part in ("bounds", "rates"))
         shares = None if given["shares"] is None else tuple(map(float, given["shares"]))
         acceptance[str(name)] = Acceptance(bounds, rates, shares)
-    policy = ExpectedGainPolicy(acceptance, _costs_of(values["costs"]), float(values["speedup"]))
-    return DrafterSelection(tuple(map(str, values["drafters"])), policy, float(values["predicted"]))
+    steps = _whole({"steps": MAX_STEPS, **values}, "steps", 1)  # 0.4 kept neither these nor a vocabulary
+    policy = ExpectedGainPolicy(acceptance, _costs_of(values["costs"]), float(values["speedup"]), steps)
+    vocabulary = values.get("vocabulary")
+    if vocabulary is not None:
+        vocabulary = tuple(_whole({"token": token}, "token", 0) for token in vocabulary)
+    return DrafterSelection(
+        tuple(map(str, values["drafters"])), policy, float(values["predicted"]), vocabulary
+    )
 
 
 def _costs_of(values: Any) -> PositionCosts:
     verify = {int(size): float(seconds) for size, seconds in values["verify"].items()}
-    return PositionCosts(verify, *(float(values[name]) for name in ("draft", "keep", "uneven")))
+    rest = {name: float(values[name]) for name in ("draft", "keep", "uneven")}
+    return PositionCosts(verify, **rest, start=float(values.get("start", 0.0)))
 
 
 def _from_version_1(values: Any, calibration: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +27,15 @@ from torch import Tensor
 
 from topograd.data.windows import Text
 from topograd.decode.calibration.measure import PositionCosts, measure_draft, measure_positions
-from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
+from topograd.decode.calibration.policy import MAX_STEPS, Acceptance, ExpectedGainPolicy
+from topograd.decode.draft_head import pruned_size
 from topograd.decode.draft_stage import DraftStageDrafter
 from topograd.decode.drafters import AutoregressiveDrafter, LookupDrafter, PrefixDrafter
 from topograd.decode.engine import Engine
 from topograd.decode.lookup import TableLookup, TextLookup
 from topograd.decode.retrofitted import Retrofitted
 from topograd.decode.strategies import FixedDepth, generate_batch
+from topograd.nn.draft_stage import rank_tokens
 
 RECORDED_STEPS = 8
 """Steps for which a draft stage is unrolled on known text."""
@@ -54,6 +56,8 @@ class DrafterSelection:
     policy: ExpectedGainPolicy
     predicted: float
     """Speedup over full depth in the replay."""
+    vocabulary: tuple[int, ...] | None = None
+    """The tokens that a prefix among them guesses; None if they are all of them."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class RecordedText:
     """By drafter, text and place (tokens known): the guesses behind them."""
     computed: Mapping[str, list[list[list[Judged]]]]
     """By drafter, text and place: its guess for the token there, in each step of a draft."""
+    most: Mapping[str, int] = field(default_factory=dict)
+    """By computed drafter, its guesses in a draft at most."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +120,15 @@ def record(
         for drafter in drafters:
             if isinstance(drafter, PrefixDrafter):
                 engine.run(batch, drafter.stage)
-                each = [engine.logits(batch, drafter.stage, counts)]
+                each = [drafter.head.logits(batch, counts)]
             elif isinstance(drafter, DraftStageDrafter):
-                states = batch[0].cache.hidden(batch, full, counts)[None]
-                steps = drafter.stage.unroll(
-                    torch.tensor([tokens], device=states.device), states, RECORDED_STEPS
+                exits = [batch[0].cache.hidden(batch, stage, counts) for stage in engine.exits]
+                states = drafter.stage.pick(torch.stack(exits, dim=1))[None]
+                inputs, steps = (
+                    torch.tensor([tokens], device=states.device),
+                    min(RECORDED_STEPS, drafter.most),
                 )
-                each = [drafter.stage.readout(g)[0] for g in steps]
+                each = [drafter.stage.readout(g)[0] for g in drafter.stage.unroll(inputs, states, steps)]
             else:
                 assert not isinstance(drafter, AutoregressiveDrafter), drafter.name
                 looked_up.setdefault(drafter.name, []).append(_looked_up(drafter, tokens, start))
@@ -129,7 +137,8 @@ def record(
             # a guess behind position t is for the token at t + 1
             places = [[(right[t], score[t]) for right, score in judged] for t in range(len(tokens) - 1)]
             computed.setdefault(drafter.name, []).append([[], *places])
-    return RecordedText([len(tokens) for tokens in texts], start, looked_up, computed)
+    most = {d.name: d.most for d in drafters if isinstance(d, AutoregressiveDrafter)}
+    return RecordedText([len(tokens) for tokens in texts], start, looked_up, computed, most)
 
 
 def _accepted(q: Tensor, p: Tensor, vocabulary: Tensor | None, chance: Tensor | None) -> list[bool]:
@@ -192,6 +201,7 @@ def replay(text: RecordedText, policy: ExpectedGainPolicy, names: Sequence[str])
             guesses, accepted, made, kept = _round(text, policy, names, index, place)
             costs = policy.costs
             seconds += costs.seconds(guesses + 1) + made * costs.draft + kept * costs.keep
+            seconds += costs.start if made else 0.0
             place += accepted + 1
             tokens, drafted, rounds = tokens + accepted + 1, drafted + guesses, rounds + 1
     if not rounds:
@@ -210,6 +220,7 @@ def _round(
     while start + drafted < text.lengths[index]:
         place = start + drafted
         guesses = {name: text.looked_up[name][index][place] for name in names if name in text.looked_up}
+        computing = computing if drafted < policy.steps else None
         name, count = policy.choose(drafted, chance, guesses, computing, 1)
         if name is None:
             break
@@ -245,18 +256,20 @@ def tune_speedup(
 
 
 def select_drafters(
-    text: RecordedText, costs: PositionCosts, steps: Mapping[str, tuple[float, float]]
+    text: RecordedText, costs: PositionCosts, steps: Mapping[str, Mapping[str, float]]
 ) -> DrafterSelection | None:
-    """The drafters that pay most together, or None; `steps` are seconds (draft, keep) of computed ones.
+    """The drafters that pay most together, or None; `steps` are the seconds of computed ones, as in costs.
 
     The computed drafter that pays most alone is tried with every combination of lookups.
     """
     rates = acceptances(text)
 
     def tried(names: Sequence[str]) -> DrafterSelection:
-        draft, keep = next((steps[name] for name in names if name in steps), (0.0, 0.0))
+        computed = next((name for name in names if name in steps), None)
+        seconds = costs if computed is None else costs.computed(**steps[computed])
+        most = MAX_STEPS if computed is None else min(MAX_STEPS, text.most.get(computed, MAX_STEPS))
         own = {name: rates[name] for name in names}
-        policy = ExpectedGainPolicy(own, replace(costs, draft=draft, keep=keep), 1.0)
+        policy = ExpectedGainPolicy(own, seconds, 1.0, most)
         return DrafterSelection(tuple(names), *tune_speedup(text, policy, names))
 
     alone = [tried([name]) for name in text.computed]
@@ -273,40 +286,57 @@ def select_drafters(
 
 
 def drafter_of(
-    name: str, engine: Engine, retrofitted: Callable[[], Retrofitted]
+    name: str, engine: Engine, retrofitted: Callable[[], Retrofitted], vocabulary: Tensor | None = None
 ) -> LookupDrafter | AutoregressiveDrafter:
-    """The drafter of a run that a selection names: lookup, table, draft, or a prefix as "stage 2"."""
+    """The drafter of a run that a selection names: lookup, table, draft, or a prefix as "stage 2".
+
+    A prefix that guesses the tokens of a `vocabulary` is named "stage 2 (512)", by how many they are.
+    """
     if name == "lookup":
         return TextLookup()
     if name == "table":
         return TableLookup(retrofitted().table)
     if name == "draft":
         return DraftStageDrafter(engine, retrofitted().stage)
-    return PrefixDrafter(engine, exit_=int(name.removeprefix("stage ")) - 1)
+    number, _, pruned = name.removeprefix("stage ").partition(" ")
+    return PrefixDrafter(engine, exit_=int(number) - 1, vocabulary=vocabulary if pruned else None)
 
 
 def tune(engine: Engine, text: Text, retrofitted: Retrofitted | None = None) -> Tuning:
-    """The drafters that pay on this host: lookup, every prefix, and what a retrofit gave the run."""
-    names = ["lookup", *(f"stage {exit_ + 1}" for exit_ in range(engine.last))]
+    """The drafters that pay on this host: lookup, every prefix, and what a retrofit gave the run.
+
+    A prefix is tried with all tokens and with the most frequent ones, of the text or of the retrofit.
+    """
+    windows = text.inputs[::2]  # the others are left to measure on
+    if retrofitted is None:
+        frequent = rank_tokens(windows, engine.vocab, pruned_size(engine.vocab))
+    else:
+        frequent = retrofitted.stage.vocabulary
+    prefixes = [f"stage {exit_ + 1}" for exit_ in range(engine.last)]
+    names = ["lookup", *prefixes, *(f"{name} ({len(frequent)})" for name in prefixes)]
     names += ["table", "draft"] if retrofitted is not None else []
 
     def given() -> Retrofitted:
         assert retrofitted is not None
         return retrofitted
 
-    drafters = [drafter_of(name, engine, given) for name in names]
+    drafters = [drafter_of(name, engine, given, frequent) for name in names]
     costs = measure_positions(engine)
     steps = {d.name: measure_draft(engine, d) for d in drafters if isinstance(d, AutoregressiveDrafter)}
     start = max(min(engine.context // 4, OWN_PROMPT), 1)
-    windows = text.inputs[::2]  # the others are left to measure on
     count = min(len(windows), OWN_TEXTS)
     people = [windows[i * len(windows) // count][: start + OWN_TOKENS].tolist() for i in range(count)]
     own = own_text(engine, [row[:start] for row in people])
-    return Tuning(
-        select_drafters(record(engine, own, start, drafters), costs, steps),
-        select_drafters(record(engine, people, start, drafters, sampled=True), costs, steps),
-        costs,
-    )
+    greedy = select_drafters(record(engine, own, start, drafters), costs, steps)
+    sampled = select_drafters(record(engine, people, start, drafters, sampled=True), costs, steps)
+    return Tuning(_with_tokens(greedy, frequent), _with_tokens(sampled, frequent), costs)
+
+
+def _with_tokens(selection: DrafterSelection | None, frequent: Tensor) -> DrafterSelection | None:
+    """With the tokens that a pruned prefix of it guesses."""
+    if selection is None or not any(name.endswith(")") for name in selection.drafters):
+        return selection
+    return replace(selection, vocabulary=tuple(frequent.tolist()))
 
 
 def own_text(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

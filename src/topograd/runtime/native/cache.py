@@ -59,6 +59,7 @@ class NativeStageCache(StageCache):
         self._kv = kv
         self.taps = planned.taps
         self._layers: ctypes.Array[Layer] | None = None
+        self._untapped = pointers([None] * len(planned.layers))
         self._buffers: dict[Rooms, Buffers] = {}
 
     def keep_rooms(self, rooms: list[int]) -> None:
@@ -89,16 +90,15 @@ class NativeStageCache(StageCache):
         rows, out = runtime.rows_of(spans), np.array(h, np.float32, order="C")
         x0 = np.ascontiguousarray(x0, np.float32)
         buffers = self._bound(spans)
-        tables = runtime.turns(max(self.capacity, int(rows[:, 1].max()) + 1))
-        taps = pointers([between.get(index + 1) for index in self.planned.layers])
+        taps = self._untapped
+        if between:
+            taps = pointers([between.get(index + 1) for index in self.planned.layers])
         run = Run(
             len(out), out.shape[1], len(self._layers), len(buffers.first), runtime.threads, self._layers
         )
         run.h, run.x0, run.row = out.ctypes.data, x0.ctypes.data, rows.ctypes.data
         run.keys, run.values = (cast(each, ctypes.c_void_p) for each in (buffers.keys, buffers.values))
-        for i, kind in enumerate(("rotary", "local")):
-            if f"cos.{kind}" in tables:
-                run.cosine[i], run.sine[i] = (tables[f"{turn}.{kind}"].ctypes.data for turn in ("cos", "sin"))
+        run.cosine, run.sine = runtime.turned(max(self.capacity, max(group.stop for group in spans.groups)))
         run.taps = cast(taps, ctypes.c_void_p)
         library.run_stage(run)
         return out

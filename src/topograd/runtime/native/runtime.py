@@ -17,8 +17,9 @@ when they are packed: make another runtime when they change.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from ctypes import pointer
+from ctypes import c_void_p, pointer
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from topograd.runtime.native.packing import (
     pack_grid,
     packed_size,
     padded,
+    pointers,
     quantize_half,
 )
 from topograd.runtime.operators import OperatorRuntime
@@ -90,6 +92,8 @@ class NativeRuntime(OperatorRuntime):
         self._layers: dict[int, Layer] = {}
         self._heads: dict[int, tuple[Matrix, Norm, Memory]] = {}
         self._turns: dict[str, NDArray[np.float32]] = {}
+        self._turned: tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
+        self._reach = 0
         self._rows: tuple[Spans | None, NDArray[np.int64]] = None, np.empty((0, 5), np.int64)
 
     # Stages
@@ -97,11 +101,14 @@ class NativeRuntime(OperatorRuntime):
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
         return [NativeStageCache(self, planned, capacity) for planned in plan.stages]
 
-    def turns(self, reach: int) -> dict[str, NDArray[np.float32]]:
-        """Tables of rotations that have at least `reach` positions."""
-        if not self._turns or len(self._turns["cos.rotary"]) < reach:
-            self._turns = self.rotations(reach)
-        return self._turns
+    def turned(self, reach: int) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]]:
+        """Addresses of cosines and of sines, of each kind of rotation, with at least `reach` positions."""
+        if self._turned is None or reach > self._reach:
+            self._turns, self._reach = self.rotations(reach), reach
+            kinds = ("rotary", "local")
+            cosine, sine = ([self._turns.get(f"{turn}.{kind}") for kind in kinds] for turn in ("cos", "sin"))
+            self._turned = pointers(cosine), pointers(sine)
+        return self._turned
 
     def rows_of(self, spans: Spans) -> NDArray[np.int64]:
         """What the kernels read of each new position (library.ROW), made once for all stages."""

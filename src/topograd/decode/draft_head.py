@@ -1,0 +1,75 @@
+"""Heads of drafters over a pruned vocabulary: the rows of the likeliest tokens, packed for decoding.
+
+    z_V = Σ_j w_j W_{j,V} norm(h_j)        V: some tokens; the terms j are those of the exit's prediction
+
+A draft that names no token outside of V is safe: the model verifies it, and a token that V lacks is not
+drafted. Of sampled text, q is 0 outside of V. Cost: |V| width a position instead of vocab · width; SmolLM2's
+head is a fifth of its weights, 8192 of its 49152 rows a thirtieth.
+
+Source: "FR-Spec" (Zhao et al. 2025). Limits: where a stack cannot lend its head (`nn/capabilities.py`), rows
+are gathered for each position, which costs what it saves.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from topograd.decode.cache import Batch
+from topograd.decode.engine import Engine
+from topograd.nn.capabilities import draftable
+from topograd.nn.draft_stage import unit
+from topograd.nn.heads import Head
+from topograd.nn.stack import Stack
+from topograd.runtime.protocol import Runtime, TorchRuntime
+from topograd.runtime.quantize import check_precision
+
+PRUNED_TOKENS = 8192
+PRUNED_SHARE = 4
+"""A draft vocabulary has at most so many tokens, and one of so many of the model's."""
+
+
+def pruned_size(vocab: int) -> int:
+    """How many tokens a draft vocabulary has by default."""
+    return max(2, min(PRUNED_TOKENS, vocab // PRUNED_SHARE))
+
+
+def runtime_like(engine: Engine, stack: Stack) -> Runtime:
+    """A runtime for a small stack beside an engine's: the kernels in the engine's precision, or torch."""
+    if engine.runtime.name != "native":
+        return TorchRuntime(stack.for_decoding())
+    from topograd.runtime.native.runtime import NativeRuntime
+
+    assert isinstance(engine.runtime, NativeRuntime)
+    return NativeRuntime(stack, check_precision(engine.runtime.precision), threads=engine.runtime.threads)
+
+
+class DraftHead:
+    """What the exit after a stage predicts, on some tokens or all."""
+
+    def __init__(self, engine: Engine, stage: int, vocabulary: Tensor | None) -> None:
+        self.engine, self.stage, self.vocabulary = engine, stage, vocabulary
+        self._readers: list[tuple[int, int, float, Runtime]] = []
+        parts = draftable(engine.trained)
+        if vocabulary is None or parts is None:
+            return
+        for each, weight in engine.plan.prediction.after(stage):
+            number = engine.plan.stages[each].head
+            bias = None if parts.head.bias is None else parts.head.bias.detach()[vocabulary]
+            head = Head(parts.head.matrix(number, vocabulary).detach(), bias, softcap=parts.head.softcap)
+            small = parts.with_one_layer(engine.trained.layers[0], parts.norm, head)
+            small.layers = nn.ModuleList()  # its head alone is read
+            self._readers.append((each, number, weight, runtime_like(engine, small)))
+
+    def logits(self, batch: Batch, counts: list[int] | None = None) -> Tensor:
+        """At the last position of each sequence, or the last `counts`: (N, tokens)."""
+        if not self._readers:
+            return self.engine.logits(batch, self.stage, counts, self.vocabulary)
+        total: Tensor | None = None
+        for each, number, weight, reader in self._readers:
+            h = batch[0].cache.hidden(batch, each, counts)
+            translator = self.engine.translator(number)
+            z = reader.readout(h if translator is None else translator(unit(h)), 0)
+            z = z if weight == 1 else weight * z
+            total = z if total is None else total + z
+        assert total is not None, "a prediction has a term"
+        return total
