@@ -43,14 +43,14 @@ class Powered(Tensor):
     """A tensor with the power of t of every entry."""
 
     value: Tensor
-    size: Tensor
+    scale: Tensor
 
     @staticmethod
     def __new__(cls, value: Tensor, size: Tensor) -> Powered:
         made: Powered = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
         )
-        made.value, made.size = value, size
+        made.value, made.scale = value, size
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -61,7 +61,7 @@ class Powered(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
-        if func._schema.is_mutable:
+        if func._schema.name.endswith("_"):
             return _in_place(func, args, kwargs)
         known = packet in _MOVES or packet in _LINEAR or packet in _RULES
         if not known and func in decomposition_table:
@@ -100,7 +100,7 @@ def powers_of(x: Tensor) -> Tensor:
 
 def size_of(x: Tensor) -> Tensor:
     """s^v of every entry; a plain tensor has 1, and 0 where it is 0."""
-    return x.size if isinstance(x, Powered) else (x != 0).double()
+    return x.scale if isinstance(x, Powered) else (x != 0).double()
 
 
 @contextmanager
@@ -130,12 +130,12 @@ def _sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the operator without the underscore gives, written into value and size."""
     name = func._schema.name.removeprefix("aten::")
-    if not name.endswith("_") or not isinstance(args[0], Powered):
+    if not isinstance(args[0], Powered):
         raise _unknown(func.overloadpacket)
     made = getattr(aten, name.removesuffix("_"))
     result = args[1] if name == "copy_" else made(*args, **kwargs)
     args[0].value.copy_(_value(result))
-    args[0].size.copy_(size_of(result))
+    args[0].scale.copy_(size_of(result))
     return args[0]
 
 
@@ -193,9 +193,16 @@ def _pooled(x: Tensor, *given: Any) -> tuple[Tensor, None]:
     return size_of(x).flatten(-2).gather(-1, places.flatten(-2)).view(places.shape), None
 
 
-def _variance(x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> tuple[Tensor, Tensor]:
+def _variance(x: Tensor, dim: Any = None, *given: Any, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     size, dim = size_of(x), list(range(x.dim())) if dim is None else dim
+    keepdim = bool(given[-1]) if len(given) > 1 else keepdim
     return size.square().mean(dim, keepdim=keepdim), size.mean(dim, keepdim=keepdim)
+
+
+def _largest(x: Tensor, *given: Any, **named: Any) -> tuple[Tensor, None]:
+    """The sizes of the entries that are taken."""
+    dim = given[1] if len(given) > 1 else named.get("dim", -1)
+    return size_of(x).gather(dim, aten.topk(_value(x), *given, **named)[1]), None
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -217,6 +224,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.where: _where,
     aten.amax: lambda x, *given: aten.amax(size_of(x), *given),
     aten.var_mean: _variance,
+    aten.topk: _largest,
     aten.max_pool2d_with_indices: _pooled,
 }
 """Rules of operators that are not multilinear. What vanishes with its argument has `_same` or `_bounded`."""
