@@ -193,6 +193,10 @@ def _preferred_window(architecture: Architecture) -> tuple[float, float]:
     match architecture:
         case Chain(norm="rmsnorm", activation="linear" | "relu"):
             return 1e-3, 1e-2
+        case Attention(positions="rope-single"):
+            return 1e-7, 1e-6
+        case Composition(blocks=blocks) if any(block.kind in ("experts", "scan") for block in blocks):
+            return 1e-6, 1e-5
         case Composition() | Attention(wiring="chain" | "residual"):
             return 1e-3, 1e-2
         case Chain(norm="none", bias=0, skips=()):

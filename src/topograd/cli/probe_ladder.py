@@ -44,7 +44,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-"""Settings of a small model, by their names in transformers; those that a class does not have are left out."""
+"""Settings of a small model, by their names in transformers; a class has some of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Ladder:
     """PATH.NUMBER, several with commas between: a channel of a map (q_proj.3), a head of an attention
     (self_attn.1), a unit of an mlp (mlp.0); PATH is a module's name or its last parts, in every block."""
     module: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE:NAME")] = None
-    """A module, a class of transformers (with --tiny), or a function without arguments that makes a module."""
+    """A module, a class of transformers (with --tiny), or a function without arguments that makes one."""
     tiny: tyro.conf.FlagCreatePairsOff[bool] = False
     """Make the class of transformers small, with random weights."""
     shape: Annotated[str | None, tyro.conf.arg(metavar="4,16")] = None
@@ -174,5 +174,12 @@ def _tiny(kind: Any, settings: Any) -> tuple[nn.Module, Any, None]:
     model = kind(config).eval()
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         size = getattr(config, "image_size", None) or TINY["image_size"]
-        return model, {"pixel_values": torch.randn(ROWS, getattr(config, "num_channels", 3), size, size)}, None
-    return model, {"input_ids": torch.randint(TINY["vocab_size"], (ROWS, TOKENS))}, None
+        return (
+            model,
+            {"pixel_values": torch.randn(ROWS, getattr(config, "num_channels", 3), size, size)},
+            None,
+        )
+    inputs = {"input_ids": torch.randint(TINY["vocab_size"], (ROWS, TOKENS))}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.randint(TINY["vocab_size"], (ROWS, TOKENS // 2))
+    return model, inputs, None

@@ -93,7 +93,9 @@ def freeze_probe(
     measured: dict[str, dict[str, Exponent]] = {}
     for window in WINDOWS:
         missing = [
-            name for name in predicted if any(one.measured is None for one in measured.get(name, {"": _NONE}).values())
+            name
+            for name in predicted
+            if any(one.measured is None for one in measured.get(name, {"": _NONE}).values())
         ]
         if missing:
             measured |= probe.measured(frozen, predicted, window, missing)
@@ -103,7 +105,11 @@ def freeze_probe(
     ]
 
 
-_NONE = Exponent(None, None)
+def _is_read(sides: Mapping[str, Exponent] | None) -> bool:
+    """Whether every side has a rate, or is exactly zero as predicted."""
+    return sides is not None and all(
+        one.measured is not None or one.predicted is None for one in sides.values()
+    )
 
 
 def named_channels(model: nn.Module, unit: str) -> Channels:
@@ -129,14 +135,20 @@ def _unit_of(model: nn.Module, name: str, module: nn.Module, number: int) -> Cha
     """Channels of the maps of one module: its own, a head's, or a unit's of its inner layer."""
     if (site := _site(module)) is not None:
         return {name: {number}} if number < site.channels else {}
-    heads = [head for head in find_heads(model, name) if head.group == number and head.name.startswith(f"{name}.head")]
+    heads = [
+        head
+        for head in find_heads(model, name)
+        if head.group == number and head.name.startswith(f"{name}.head")
+    ]
     if heads:
         found: Channels = {}
         for head in heads:
             for where, rows in head.rows.items():
                 found.setdefault(where, set()).update(rows.tolist())
         return found
-    maps = [(where, sides) for where, one in module.named_modules() if (sides := linear_sides(one)) is not None]
+    maps = [
+        (where, sides) for where, one in module.named_modules() if (sides := linear_sides(one)) is not None
+    ]
     if len(maps) < 2 or number >= maps[-1][1][0]:
         return {}
     inner = maps[-1][1][0]
@@ -215,7 +227,9 @@ class _Probe:
         """Rows as named, and whatever reads them."""
         frozen = _Frozen(rows)
         for _ in range(MAX_PASSES):
-            weights = {name: powered(value, powers) for name, (value, powers) in self._weights(frozen, SMALL).items()}
+            weights = {
+                name: powered(value, powers) for name, (value, powers) in self._weights(frozen, SMALL).items()
+            }
             with torch.no_grad():
                 seen, _ = self._run(weights, [*self._sites, *self._norms])
             columns, offsets = self._dead(seen, self._sites), self._dead(seen, self._norms)
@@ -270,7 +284,9 @@ class _Probe:
         marks = torch.zeros_like(base[name])
         for axis, channels in ((site.rows, rows), (site.columns, columns)):
             if channels and axis is not None:
-                marks.index_add_(axis, _places(channels), torch.ones_like(marks.index_select(axis, _places(channels))))
+                marks.index_add_(
+                    axis, _places(channels), torch.ones_like(marks.index_select(axis, _places(channels)))
+                )
         if rows and columns:
             base[name] = torch.where(marks == 1, 0.0, base[name])
             if bias is not None:
@@ -300,7 +316,9 @@ class _Probe:
 
     def predicted(self, frozen: _Frozen) -> dict[str, dict[str, float | None]]:
         """2f and 2b of every layer that the unit touches; None is exactly zero."""
-        weights = {name: powered(value, powers) for name, (value, powers) in self._weights(frozen, SMALL).items()}
+        weights = {
+            name: powered(value, powers) for name, (value, powers) in self._weights(frozen, SMALL).items()
+        }
         names = [name for name in self._sites if name in frozen.rows or name in frozen.columns]
         seen, outputs = self._run(weights, names)
         found: dict[str, dict[str, float | None]] = {}
@@ -350,7 +368,9 @@ class _Probe:
         }
 
     def _moment(self, name: str, x: Tensor, channels: set[int]) -> float:
-        return float(x.detach().movedim(self._axis(name, x), -1)[..., _places(channels)].double().square().mean())
+        return float(
+            x.detach().movedim(self._axis(name, x), -1)[..., _places(channels)].double().square().mean()
+        )
 
 
 def _hook(name: str, seen: dict[str, _Seen]) -> Callable[..., Tensor]:

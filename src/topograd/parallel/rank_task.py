@@ -211,6 +211,8 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     check_whole(config)
     if config.geometry_every:
         raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
+    if config.on_alarm != "none":
+        raise ConfigError(setting="on_alarm", given=config.on_alarm, allowed="none with --parallel")
     if config.topology.interface is not None and config.topology.backward != "scan":
         raise ConfigError(
             setting="backward", given=config.topology.backward, allowed="scan with --parallel and interfaces"

@@ -1,6 +1,6 @@
 """Powers of t of every number in a network: a min-plus pass over the operators that a module runs.
 
-Statement. Let some entries of the weights be t^α, others exactly 0, and all others of size 1. Then each number
+Statement. Let some entries of the weights be t^α, others exactly 0, all others of size 1. Then each number
 x that the network computes, forward and backward, is c t^v as t → 0, and v follows from operator to operator:
 
     v(x + y) = min(v(x), v(y))     v(x y) = v(x) + v(y)     v(1/x) = -v(x)     v(x^n) = n v(x)
@@ -22,7 +22,7 @@ experts read the dead channel alike.) Whole powers up to 28, sums of fewer than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
