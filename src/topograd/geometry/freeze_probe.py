@@ -92,11 +92,7 @@ def freeze_probe(
     predicted = probe.predicted(frozen)
     measured: dict[str, dict[str, Exponent]] = {}
     for window in WINDOWS:
-        missing = [
-            name
-            for name in predicted
-            if any(one.measured is None for one in measured.get(name, {"": _NONE}).values())
-        ]
+        missing = [name for name in predicted if not _is_read(measured.get(name))]
         if missing:
             measured |= probe.measured(frozen, predicted, window, missing)
     return [

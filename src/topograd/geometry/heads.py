@@ -1,8 +1,8 @@
 """Attention heads of a module: which channels of its linear maps belong to which head.
 
 Statement. An attention has H query heads and G heads of keys and values, head h reading those of h G // H.
-Its maps are read by name: q, k, v apart with rows by head; one map with the blocks (q, k, v); or one map with the
-rows (head, (q, k, v), channel). The output map has columns by head.
+Its maps are read by name: q, k, v apart with rows by head; one map with the blocks (q, k, v); or one map with
+the rows (head, (q, k, v), channel). The output map has columns by head.
 
 Symbols. A channel of a map is a row of z = W h. Cost: none.
 Source: the attention modules of transformers, torch and this package.

@@ -5,7 +5,7 @@
 The step runner asks before each step of the optimizers (`StepRunner.allows`). What is done is
 `geometry/monitors/guard.py`; a rollback takes weights, optimizers and torch's generators from the newest
 checkpoint of the schedule (`save_every`) that had no alarm in the `CALM` steps before it, bit for bit, and
-the batches go on. Checkpoints by the clock or by an interrupt are not taken: they depend on the machine's speed.
+the batches go on. Checkpoints by the clock or by an interrupt are not taken: they are a matter of speed.
 
 Each action is a record of kind "alarm" in the run's metrics: step, action, signals with their usual values,
 where the batch begins in the data, and the step that a rollback went back to. The guard's readings are in
