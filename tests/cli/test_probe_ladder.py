@@ -51,6 +51,7 @@ def test_a_run_and_a_module_of_ones_own(call: Call, straight: Run) -> None:
     ],
 )
 def test_bad_requests_are_one_line(call: Call, words: tuple[str, ...], named: str) -> None:
-    found = call("probe", "ladder", *words, code=2)
+    found = call("probe", "ladder", *words)
+    assert found.code == 2
     assert named in found.err
     assert len(found.err.strip().splitlines()) == 1

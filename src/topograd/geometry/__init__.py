@@ -7,9 +7,11 @@ from topograd.effective_rank import effective_rank
 from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
 from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
 from topograd.geometry.finite_share import Share, read_share
+from topograd.geometry.freeze_probe import ProbedLayer, freeze_probe
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
 from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning, anisotropy
+from topograd.geometry.monitors.guard import Guard
 from topograd.geometry.monitors.layernorm import KernelMonitor, kernel_cosine, layernorm_kernel
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
@@ -33,6 +35,7 @@ __all__ = [
     "EarlyWarning",
     "Factors",
     "GatedStack",
+    "Guard",
     "Inspection",
     "KernelMonitor",
     "Langevin",
@@ -42,6 +45,7 @@ __all__ = [
     "Mixer",
     "OrderReading",
     "Path",
+    "ProbedLayer",
     "Rate",
     "Share",
     "SquaredError",
@@ -51,6 +55,7 @@ __all__ = [
     "anisotropy",
     "effective_rank",
     "fit_rate",
+    "freeze_probe",
     "inspect",
     "kernel_cosine",
     "kfac_factors",

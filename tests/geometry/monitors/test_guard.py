@@ -155,11 +155,11 @@ def test_the_trainer_of_transformers_acts(action: OnAlarm, tmp_path: object) -> 
         def on_step_end(self, args: object, state: object, control: object, **more: object) -> None:
             seen.append(model.map.weight.detach().clone())
 
+    still = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    order = {"lr_scheduler_type": "constant", "learning_rate": 1e-3, "train_sampling_strategy": "sequential"}
     args = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=16, max_steps=45, learning_rate=1e-3, report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant", logging_steps=100,
-        train_sampling_strategy="sequential",
-    )  # fmt: skip
+        output_dir=str(tmp_path), per_device_train_batch_size=16, max_steps=45, **still, **order
+    )
     transformers.Trainer(model, args, train_dataset=rows, callbacks=[trainer_callback(guard), See()]).train()
     (done,) = guard.actions
     assert done.step == BAD
