@@ -66,7 +66,7 @@ def trace_attention(net: Attention, t: Tensor, samples: int, seed: int) -> Trace
     maps, units = Maps(t, net.width, seed, net.dead), torch.eye(net.width, dtype=t.dtype, device=t.device)
     places = list(net.dead) if net.powers else [net.width - 1]
     along = {i: units[place] for i, place in enumerate(places)}
-    memory = _tokens(t, samples, net.tokens, net.width, seed + 7).detach() if net.memory else None
+    memory = _tokens(t, samples, net.tokens, net.width, seed + 7) if net.memory else None
 
     def read(name: str, at: Tensor) -> dict[str, Reading]:
         return {net.node(name, i): Reading(at, unit) for i, unit in along.items()}

@@ -248,7 +248,8 @@ def _cotangents(architecture: Architecture, outputs: Tensor, seed: int) -> Itera
     """Gradients at the output whose squares, summed, are the expectation over labels."""
     outputs = outputs.detach()
     units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-    if isinstance(architecture, OverTokens):
+    batch = isinstance(architecture, Chain) and architecture.norm == "batchnorm"
+    if isinstance(architecture, OverTokens) or batch:  # BatchNorm removes what all samples share
         yield normal(*outputs.shape[1:], seed=seed + 3, like=outputs).expand_as(outputs)
     elif isinstance(architecture, Chain) and architecture.noise == 0:
         yield outputs - outputs[-1:]

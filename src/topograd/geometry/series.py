@@ -14,8 +14,9 @@ Over the checkpoints:
     alarm            a reading further than `DEVIATIONS` robust standard deviations from the median of those
                      before it, `READINGS` of them at least
     change point     a step where the logarithm of a signal jumps or has a kink, against a smooth null: the
-                     best polynomial up to degree `DEGREES`, in the step or its logarithm, beside one of degree
-                     3 at most with a jump and a kink. By BIC, and `PENALTY` log n more; then in each part again
+                     best polynomial up to degree `DEGREES`, in the step or its logarithm, beside one of
+                     degree 3 at most with a jump and a kink, by BIC and `PENALTY` log n more; in each part
+                     again
     phase            accumulation or compression over all checkpoints (`monitors/phase.py`)
 
 Symbols. n checkpoints. Cost: that of one reading for each; O(n²) for each change point.
