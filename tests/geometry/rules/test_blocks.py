@@ -69,7 +69,7 @@ def test_live_ways_through_scores() -> None:
     single = Attention(3, positions="rope-single")
     assert [slopes(single, part) for part in "QKOV"] == [[0, 0, 0], [0, 0, 0], [2, 2, 0], [4, 4, 2]]
     memory = Attention(3, memory=True)
-    assert [slopes(memory, part) for part in "QKOV"] == [[2, 6, 6], [2, 2, 2], [4, 4, 0], [6, 6, 2]]
+    assert [slopes(memory, part) for part in "QKOV"] == [[2, 2, 2], [2, 6, 6], [4, 4, 0], [6, 6, 2]]
 
 
 def test_experts_and_scans() -> None:

@@ -30,7 +30,7 @@ do not depend on another head's dead channel. (Derived here; the paper leaves se
 Derived here too, and measured: heads that share keys and values, and rotary embedding with a whole pair dead,
 have the rules of plain attention. With one channel of a pair dead, the partner's live key reaches the dead
 query: Q and K 0, b_m = min(b_{m+1} + 2, 1). Cross-attention to a memory whose dead channel has size 1 has
-f_m = b_m = 2, K 2, Q 2 (1 + f_{m-1}). Experts of two weights have f_m = f_{m-1} + 2 and, through the router,
+f_m = b_m = 2, Q 2, K 2 (1 + f_{m-1}). Experts of two weights have f_m = f_{m-1} + 2 and, through the router,
 b_m = min(b_{m+1} + 2, 1); a scan with a gate f_m = 2 f_{m-1} + 3 and b_m = min(b_{m+1} + f_{m-1} + 3, 1).
 
 Limits. Dead units in the same places of all blocks.
@@ -148,7 +148,7 @@ def _open_attention(net: Attention) -> list[Prediction]:
         backward.insert(0, 2 if net.memory else min(backward[0] + 2, 1))
     predictions = []
     for p in range(1, M + 1):
-        key, query = (2.0, 2.0 * (1 + forward[p - 1])) if net.memory else (0.0, 0.0)
+        query, key = (2.0, 2.0 * (1 + forward[p - 1])) if net.memory else (0.0, 0.0)
         out = 2.0 * backward[p]
         nodes = (("Q", query), ("K", key), ("V", out + 2), ("O", out))
         predictions += [Prediction(f"{part}_{p}", slope, DERIVED, note) for part, slope in nodes]
