@@ -5,9 +5,11 @@ Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; 
 
 from topograd.effective_rank import effective_rank
 from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
+from topograd.geometry.ekfac import Eigenbasis, eigenbases
 from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
 from topograd.geometry.finite_share import Share, read_share
 from topograd.geometry.freeze_probe import ProbedLayer, freeze_probe
+from topograd.geometry.heads import Head, find_heads
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
 from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning, anisotropy
@@ -33,9 +35,11 @@ __all__ = [
     "CrossEntropy",
     "DirectionReading",
     "EarlyWarning",
+    "Eigenbasis",
     "Factors",
     "GatedStack",
     "Guard",
+    "Head",
     "Inspection",
     "KernelMonitor",
     "Langevin",
@@ -54,6 +58,8 @@ __all__ = [
     "adapter_directions",
     "anisotropy",
     "effective_rank",
+    "eigenbases",
+    "find_heads",
     "fit_rate",
     "freeze_probe",
     "inspect",
