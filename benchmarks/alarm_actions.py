@@ -63,9 +63,11 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """One record for each fault and seed: the end of the twin, and of each action."""
     tokens = _tokens()
     for seed in range(settings.seeds):
+        both = (False, True)
+        twins = {one: end_of(tokens, settings, seed, None, "report", narrow=one)[0] for one in both}
         for fault in (None, *get_args(Fault), *SINGLE):
             narrow = fault == "expansion"
-            twin = end_of(tokens, settings, seed, None, "report", narrow=narrow)[0]
+            twin = twins[narrow]
             record: dict[str, Any] = {"fault": fault or "calm", "seed": seed, "twin": twin}
             for action in get_args(OnAlarm):
                 loss, alarms = end_of(tokens, settings, seed, fault, action, narrow=narrow)

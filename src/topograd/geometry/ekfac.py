@@ -1,7 +1,7 @@
 """Eigenbases of K-FAC factors with corrected eigenvalues (EK-FAC), and products with the inverse Fisher.
 
-Statement. With A = Q_A diag(a) Q_Aᵀ and G = Q_G diag(g) Q_Gᵀ of a layer (`factors.py`), K-FAC takes g_i a_j for
-the Fisher's diagonal in the basis Q_G ⊗ Q_A. The diagonal itself is
+Statement. With A = Q_A diag(a) Q_Aᵀ and G = Q_G diag(g) Q_Gᵀ of a layer (`factors.py`), K-FAC takes g_i a_j
+for the Fisher's diagonal in the basis Q_G ⊗ Q_A. The diagonal itself is
 
     S_ij = (1/N) Σ_m (Q_Gᵀ δ_m)_i² (Q_Aᵀ h_m)_j²
 
@@ -9,7 +9,7 @@ which makes the approximation the best one in that basis. Products with a damped
 
     F⁻¹ V ≈ Q_G [ (Q_Gᵀ V Q_A) / (S + γ) ] Q_Aᵀ,        ⟨U, V⟩ = Σ (Q_Gᵀ U Q_A) (Q_Gᵀ V Q_A) / (S + γ).
 
-Symbols and shapes. Q_A (d_in, d_in), Q_G (d_out, d_out), S and V (d_out, d_in), float64; rows m and loss terms N
+Symbols and shapes. Q_A (d_in, d_in), Q_G (d_out, d_out), S and V (d_out, d_in), float64; rows m and terms N
 as in `factors.py`. Cost: two eigendecompositions a layer, and a second pass over the batches with
 M d_in d_out multiply-adds more.
 Source: George, Laurent, Bouthillier, Ballas and Vincent, "Fast Approximate Natural Gradient Descent in a

@@ -95,7 +95,7 @@ class Factors(Mapping[str, LayerFactors]):
         return len(self.layers)
 
     def of_head(self, head: Head) -> dict[str, LayerFactors]:
-        """Those of one attention head (`heads.find_heads`): its block of G of what reads, of A of what writes.
+        """Those of one attention head (`heads.find_heads`): blocks of G where it reads, of A where it writes.
 
         Maps without factors are left out.
         """
