@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from raising import refused
 from tests.oracles.fisher import exact_fisher, explicit_factors
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Factors, gram, kfac_factors
+from topograd.geometry.heads import find_heads
 from topograd.geometry.losses import Fisher, SquaredError
 from topograd.nn.gpt import GPT
 
@@ -405,3 +407,33 @@ def test_what_is_refused() -> None:
 
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+
+
+def test_factors_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(5, 3)
+    factors = kfac_factors(model, (x, torch.zeros(5, 2)), "squared-error")
+    factors.save(tmp_path / "factors.pt")
+    read = Factors.load(tmp_path / "factors.pt")
+    assert (read.loss, read.fisher, read.samples) == (factors.loss, factors.fisher, factors.samples)
+    assert list(read) == list(factors)
+    for name, one in factors.items():
+        assert torch.equal(read[name].A, one.A)
+        assert torch.equal(read[name].G, one.G)
+        assert read[name].rows == one.rows
+    (tmp_path / "other.pt").write_bytes(b"nothing")
+    for path in ("other.pt", "missing.pt"):
+        with refused(GeometryError, setting="path"):
+            Factors.load(tmp_path / path)
+
+
+def test_heads_have_blocks_of_the_factors() -> None:
+    model = GPT(layers=1, width=8, heads=2, vocab=11, context=6).double()
+    torch.nn.init.normal_(model.layers[0].attention.output.weight)
+    ids = torch.arange(6)[None]
+    factors = kfac_factors(model, (ids, ids.roll(-1, 1)))
+    head = find_heads(model)[1]
+    found = factors.of_head(head)
+    query, output = "layers.0.attention.query", "layers.0.attention.output"
+    assert torch.equal(found[query].G, factors[query].G[4:, 4:])
+    assert torch.equal(found[query].A, factors[query].A)
+    assert torch.equal(found[output].A, factors[output].A[4:, 4:])

@@ -158,6 +158,10 @@ def _norms() -> Iterator[Architecture]:
     yield Chain(8, norm="rmsnorm", norm_at=(1, 3))
     yield from (Chain(6, activation=smooth, norm="rmsnorm", norm_at=every) for smooth in ("gelu", "tanh"))
     yield Chain(6, 32, "relu", norm="rmsnorm", norm_at=(2,))
+    yield from (Chain(5, norm="batchnorm", norm_at=(at,)) for at in (1, 2))
+    yield from (Chain(6, norm="batchnorm", norm_at=at) for at in ((4,), (2, 4)))
+    yield from (Chain(5, activation=smooth, norm="batchnorm", norm_at=(2,)) for smooth in ("gelu", "tanh"))
+    yield from (Chain(5, activation=smooth, norm="groupnorm", norm_at=(2,)) for smooth in ("linear", "gelu"))
 
 
 def _blocks() -> Iterator[Architecture]:
@@ -167,6 +171,10 @@ def _blocks() -> Iterator[Architecture]:
     yield from (Attention(3, heads=4, powers=(1, 2, 1, 3)), Attention(5, heads=2, powers=(1, 1), causal=True))
     yield from (Attention(2, heads=2, powers=(1, 2), wiring=wiring) for wiring in ("residual", "pre-norm"))
     yield from (Attention(3, wiring=wiring) for wiring in ("residual", "pre-norm"))
+    yield from (Attention(blocks, heads=4, kv_heads=2) for blocks in (3, 5))
+    yield from (Attention(3, positions=positions) for positions in ("rope", "rope-single"))
+    yield from (Attention(2, heads=4, kv_heads=2, wiring=wiring) for wiring in ("residual", "pre-norm"))
+    yield from (Attention(blocks, memory=True) for blocks in (1, 3))
     yield from (Mixer(3, mlp) for mlp in ("gelu", "swiglu"))
     yield from (GatedStack(blocks) for blocks in (1, 2, 3))
     yield from (GatedStack(1, kind) for kind in ("geglu", "reglu"))
@@ -175,6 +183,8 @@ def _blocks() -> Iterator[Architecture]:
     yield Composition((mlp, attention, Block("mlp", 1)))
     yield Composition((attention, mlp))
     yield Composition((residual, attention, residual, attention))
+    yield from (Composition((Block(kind),) * blocks) for kind, blocks in (("experts", 3), ("scan", 2)))
+    yield Composition((mlp, Block("experts"), Block("mlp", 1)))
 
 
 def _shares(seed: int) -> Iterator[Cell]:

@@ -106,7 +106,17 @@ def rms_norm(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
+def batch_norm(x: Tensor) -> Tensor:
+    """Every unit by its mean and spread over the samples, for each t by itself."""
+    return layer_norm(x.mT).mT
+
+
+def group_norm(x: Tensor) -> Tensor:
+    """Two groups of units; live ones share the dead one's."""
+    return torch.cat([layer_norm(part) for part in x.chunk(2, -1)], -1)
+
+
+NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm, "batchnorm": batch_norm, "groupnorm": group_norm}
 
 
 def trace_chain(chain: Chain, t: Tensor, samples: int, seed: int) -> Trace:

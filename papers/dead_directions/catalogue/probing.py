@@ -193,6 +193,10 @@ def _preferred_window(architecture: Architecture) -> tuple[float, float]:
     match architecture:
         case Chain(norm="rmsnorm", activation="linear" | "relu"):
             return 1e-3, 1e-2
+        case Attention(positions="rope-single"):
+            return 1e-7, 1e-6
+        case Composition(blocks=blocks) if any(block.kind in ("experts", "scan") for block in blocks):
+            return 1e-6, 1e-5
         case Composition() | Attention(wiring="chain" | "residual"):
             return 1e-3, 1e-2
         case Chain(norm="none", bias=0, skips=()):
@@ -244,7 +248,8 @@ def _cotangents(architecture: Architecture, outputs: Tensor, seed: int) -> Itera
     """Gradients at the output whose squares, summed, are the expectation over labels."""
     outputs = outputs.detach()
     units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-    if isinstance(architecture, OverTokens):
+    batch = isinstance(architecture, Chain) and architecture.norm == "batchnorm"
+    if isinstance(architecture, OverTokens) or batch:  # BatchNorm removes what all samples share
         yield normal(*outputs.shape[1:], seed=seed + 3, like=outputs).expand_as(outputs)
     elif isinstance(architecture, Chain) and architecture.noise == 0:
         yield outputs - outputs[-1:]

@@ -1,9 +1,12 @@
-"""`topograd inspect --series`: the checkpoints of a run read on one probe, on one axis of steps."""
+"""`topograd inspect --series`: checkpoints of a run or of transformers on one probe and one axis of steps."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +15,7 @@ from topograd.cli.progress import work_progress
 from topograd.errors import RunError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from topograd.cli.inspect import Inspect
 
@@ -24,10 +27,6 @@ def run_series(args: Inspect) -> int:
     """Read every checkpoint, write the page, print, return the exit code."""
     assert args.series is not None, "the settings were checked"
     began = time.perf_counter()
-    if not (args.series / "config.toml").is_file():
-        raise RunError(
-            f"{args.series} is not a run (config.toml)", remedy="give the folder of one to --series"
-        )
     results = read_series(args, args.series)
     results["seconds"] = time.perf_counter() - began
     from topograd.report.geometry_series import write_series  # matplotlib
@@ -40,47 +39,44 @@ def run_series(args: Inspect) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Opened:
+    """One checkpoint, on the device and in the type that were asked for."""
+
+    step: int
+    model: nn.Module
+    batches: list[tuple[Tensor, Tensor]]
+    outputs: Callable[[Any, Any], Tensor]
+    fresh: Callable[[], nn.Module]
+    """A random model of its shape."""
+    text: str
+
+
 def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
     """All that a series says, as JSON holds it."""
-    import torch
-
-    from topograd.cli.inspect import moved, probe_batches
-    from topograd.exec.forward import stage_logits
     from topograd.geometry.monitors.phase import READINGS, read_phase
     from topograd.geometry.series import SAMPLING, SeriesReader, events
-    from topograd.runs.folder import Run
-    from topograd.runs.session import build_stack, open_session
 
-    names = Run.open(folder).store.names()
-    points, reader, random = [], None, None
+    opened = _own_checkpoints if (folder / "config.toml").is_file() else _hugging_face_checkpoints
+    points, reader, random, text = [], None, None, ""
     with work_progress(f"reading {folder}: checkpoints") as on_more:
-        for done, name in enumerate(names):
-            on_more(done, len(names))
-            session = open_session(folder, name)
-            plan, last = session.plan, session.plan.predicting()[-1]
-
-            def outputs(model: Any, inputs: Tensor, plan: Any = plan, last: int = last) -> Tensor:
-                return stage_logits(model, plan, last, inputs)
-
-            stack = moved(session.stack, args.device, args.dtype)
+        for done, (one, count) in enumerate(opened(args, folder)):
+            on_more(done, count)
             if reader is None:
-                reader = SeriesReader(probe_batches(session, args.text)[:MAX_BATCHES], outputs, SAMPLING)
-                torch.manual_seed(session.config.seed)
-                fresh = moved(build_stack(session.config)[0].eval(), args.device, args.dtype)
-                random = SeriesReader(reader.batches, outputs, None).read(fresh, 0)
-            points.append(reader.read(stack, session.step))
-        on_more(len(names), len(names))
-    if reader is None or random is None:
-        raise RunError(
-            f"{folder} has no checkpoints", remedy="train it, with keep and checkpoint_every for a series"
-        )
+                reader = SeriesReader(one.batches[:MAX_BATCHES], one.outputs, SAMPLING)
+                random = SeriesReader(reader.batches, one.outputs, None).read(one.fresh(), 0)
+                text = one.text
+            points.append(reader.read(one.model, one.step))
+            on_more(done + 1, count)
+    assert reader is not None
+    assert random is not None
     found = events(points)
     sigmas = [point.sigma or 0.0 for point in points]
     known = len(points) >= READINGS and min(sigmas) > 0
     phase = read_phase([point.norm for point in points], sigmas).phase if known else "undecided"
     return {
         "run": str(folder),
-        "text": "the run's held-out text" if args.text is None else str(args.text),
+        "text": text,
         "rank": reader.rank,
         "points": [asdict(point) for point in points],
         "random": asdict(random),
@@ -89,6 +85,82 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
         "phase": phase,
         "refused": _refused(points, READINGS),
     }
+
+
+def _own_checkpoints(args: Inspect, folder: Path) -> Iterator[tuple[Opened, int]]:
+    """Those of a run, and how many there are."""
+    import torch
+
+    from topograd.cli.inspect import moved, probe_batches
+    from topograd.exec.forward import stage_logits
+    from topograd.runs.folder import Run
+    from topograd.runs.session import build_stack, open_session
+
+    names = Run.open(folder).store.names()
+    if not names:
+        raise RunError(
+            f"{folder} has no checkpoints", remedy="train it, with keep and checkpoint_every for a series"
+        )
+    for name in names:
+        session = open_session(folder, name)
+        plan, last, config = session.plan, session.plan.predicting()[-1], session.config
+
+        def outputs(model: Any, inputs: Tensor, plan: Any = plan, last: int = last) -> Tensor:
+            return stage_logits(model, plan, last, inputs)
+
+        def fresh(config: Any = config) -> nn.Module:
+            torch.manual_seed(config.seed)
+            made: nn.Module = moved(build_stack(config)[0].eval(), args.device, args.dtype)
+            return made
+
+        stack, batches = moved(session.stack, args.device, args.dtype), probe_batches(session, args.text)
+        source = "the run's held-out text" if args.text is None else str(args.text)
+        yield Opened(session.step, stack, batches, outputs, fresh, source), len(names)
+
+
+def _hugging_face_checkpoints(args: Inspect, folder: Path) -> Iterator[tuple[Opened, int]]:
+    """Folders of transformers below a folder, in the order of their steps, and how many there are."""
+    import torch
+
+    from topograd.cli.inspect import moved
+    from topograd.cli.probe_model import hugging_face_probe, is_hugging_face
+
+    steps = {_step_of(one): one for one in sorted(folder.glob("*")) if is_hugging_face(one)}
+    if not steps:
+        raise RunError(
+            f"{folder} is not a run (config.toml) and has no checkpoints of transformers",
+            setting="series",
+            given=str(folder),
+            allowed="a run's folder, or one with folders like checkpoint-500, each with a config.json",
+        )
+    for step in sorted(steps):
+        probe = hugging_face_probe(steps[step], args.text, args.device, args.dtype)
+
+        def fresh(model: Any = probe.model) -> nn.Module:
+            torch.manual_seed(0)
+            made: nn.Module = moved(type(model)(model.config).eval(), args.device, args.dtype)
+            return made
+
+        yield Opened(step, probe.model, probe.batches, probe.outputs, fresh, probe.text), len(steps)
+
+
+def _step_of(folder: Path) -> int:
+    """By the trainer's own state, or by the last number in the folder's name."""
+    state = folder / "trainer_state.json"
+    if state.is_file():
+        try:
+            return int(json.loads(state.read_text())["global_step"])
+        except (ValueError, KeyError, TypeError):
+            raise RunError(f"{state} has no global_step", remedy="restore it or take it away") from None
+    numbers = re.findall(r"\d+", folder.name)
+    if not numbers:
+        raise RunError(
+            f"{folder} has no step in its name",
+            setting="series",
+            given=folder.name,
+            remedy="call it step-500",
+        )
+    return int(numbers[-1])
 
 
 def _refused(points: list[Any], readings: int) -> list[str]:

@@ -41,7 +41,7 @@ GROUPS = {
     "analyse": {
         "inspect": "Fisher geometry of a model, in one HTML page",
         "coefficient": "local learning coefficients of a model, by layer and by head",
-        "probe": "where a model knows something, stage by stage",
+        "probe": "where a model knows something, stage by stage; `probe ladder`: exponents at a frozen unit",
         "interfaces": "bounded interfaces: rank of gradients at every boundary, Jacobians, ablations",
         "search": "choose where gradients stop: dp, soft, surgery, pareto, choose",
         "space": "the lattice of partitions",
@@ -61,7 +61,6 @@ MOVED = {
     "optim": "python -m papers check equivariance, or cells",
     "fields": "python -m papers check kernel, or simulate",
     "probe catalogue": "python -m papers check catalogue",
-    "probe ladder": "python -m papers check ladder",
     "probe families": "python -m papers check families",
     **{
         f"interfaces {check}": f"python -m papers check {check}"

@@ -1,4 +1,4 @@
-"""`topograd probe BASE --prompt ... --target ...`: where a model knows something."""
+"""`topograd probe BASE --prompt ... --target ...`: where a model knows something; `probe ladder`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ class Question:
 
 def run(argv: list[str]) -> int:
     """Probe, print, return the exit code."""
+    if argv[:1] == ["ladder"]:
+        from topograd.cli.probe_ladder import run as run_ladder
+
+        return run_ladder(argv[1:])
     args = parse(Question, argv, "probe")
     if not args.target:
         raise ConfigError("--target is empty", remedy="give the text that should follow")

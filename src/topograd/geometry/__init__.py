@@ -5,11 +5,15 @@ Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; 
 
 from topograd.effective_rank import effective_rank
 from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
+from topograd.geometry.ekfac import Eigenbasis, eigenbases
 from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
 from topograd.geometry.finite_share import Share, read_share
+from topograd.geometry.freeze_probe import ProbedLayer, freeze_probe
+from topograd.geometry.heads import Head, find_heads
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
 from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning, anisotropy
+from topograd.geometry.monitors.guard import Guard
 from topograd.geometry.monitors.layernorm import KernelMonitor, kernel_cosine, layernorm_kernel
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
@@ -31,8 +35,11 @@ __all__ = [
     "CrossEntropy",
     "DirectionReading",
     "EarlyWarning",
+    "Eigenbasis",
     "Factors",
     "GatedStack",
+    "Guard",
+    "Head",
     "Inspection",
     "KernelMonitor",
     "Langevin",
@@ -42,6 +49,7 @@ __all__ = [
     "Mixer",
     "OrderReading",
     "Path",
+    "ProbedLayer",
     "Rate",
     "Share",
     "SquaredError",
@@ -50,7 +58,10 @@ __all__ = [
     "adapter_directions",
     "anisotropy",
     "effective_rank",
+    "eigenbases",
+    "find_heads",
     "fit_rate",
+    "freeze_probe",
     "input_moments",
     "inspect",
     "kernel_cosine",

@@ -29,9 +29,12 @@ the pass runs, and put back: no other thread may train the model meanwhile.
 from __future__ import annotations
 
 import inspect
+import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +42,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from topograd.errors import GeometryError
+from topograd.files import write_atomic
+from topograd.geometry.heads import Head
 from topograd.geometry.host_copy import first_not_finite
 from topograd.geometry.layers import Call, CallTracer, Reducer
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, check_fisher, loss_named
@@ -88,6 +93,46 @@ class Factors(Mapping[str, LayerFactors]):
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def of_head(self, head: Head) -> dict[str, LayerFactors]:
+        """Those of one attention head (`heads.find_heads`): blocks of G where it reads, of A where it writes.
+
+        Maps without factors are left out.
+        """
+        found = {}
+        for name, rows in head.rows.items():
+            if name in self.layers:
+                one = self.layers[name]
+                found[name] = LayerFactors(one.A, one.G[rows][:, rows], one.rows)
+        for name, columns in head.columns.items():
+            if name in self.layers:
+                one = self.layers[name]
+                found[name] = LayerFactors(one.A[columns][:, columns], one.G, one.rows)
+        return found
+
+    def save(self, path: Path | str) -> None:
+        """Write them to a file, whole or not at all; torch reads it, without running code."""
+        layers = {name: {"A": one.A, "G": one.G, "rows": one.rows} for name, one in self.layers.items()}
+        labels = {"loss": self.loss, "fisher": self.fisher, "samples": self.samples}
+        buffer = io.BytesIO()
+        torch.save({"layers": layers, "uncovered": dict(self.uncovered), **labels}, buffer)
+        write_atomic(Path(path), buffer.getvalue())
+
+    @staticmethod
+    def load(path: Path | str) -> Factors:
+        """Those that `save` wrote."""
+        try:
+            read = torch.load(path, map_location="cpu", weights_only=True)
+            layers = {name: LayerFactors(**one) for name, one in read.pop("layers").items()}
+            return Factors(layers=layers, **read)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, TypeError, LookupError) as problem:
+            reason = " ".join(str(problem).split())[:120]
+            raise GeometryError(
+                f"{path} holds no factors ({reason})",
+                setting="path",
+                given=str(path),
+                allowed="a file that Factors.save wrote",
+            ) from None
 
 
 def kfac_factors(

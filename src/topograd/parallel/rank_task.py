@@ -218,6 +218,8 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     check_whole(config)
     if config.geometry_every:
         raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
+    if config.on_alarm != "none":
+        raise ConfigError(setting="on_alarm", given=config.on_alarm, allowed="none with --parallel")
     if config.accumulate % ranks.config.replicas:
         raise ConfigError(
             setting="accumulate",

@@ -168,6 +168,9 @@ class TrainConfig:
     """Checkpoints that are kept."""
     geometry_every: int = 0
     """Steps between readings of the residual stream's geometry; 0 reads none."""
+    on_alarm: Literal["none", "report", "skip", "lower", "rollback"] = "none"
+    """When loss or gradient norm jump: write it down, leave the step out, lower the rates for a while, or go
+    back to the weights of the last checkpoint without an alarm before it."""
     bf16: bool = False
     """Compute in bfloat16 where autocast allows it."""
     compile: bool = False
@@ -196,6 +199,10 @@ class TrainConfig:
             self,
             batch_parts=(self.batch % self.batch_parts == 0, f"a divisor of batch, which is {self.batch}"),
             save_seconds=(0 <= self.save_seconds < math.inf, "finite and at least 0"),
+            on_alarm=(
+                self.on_alarm != "rollback" or self.save_every > 0,
+                "another action without save_every",
+            ),
             seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
             data=(bool(data), "a file or a folder, or left out for the embedded corpus"),
             init=(bool(init), "the folder of a run, or left out"),

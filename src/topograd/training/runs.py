@@ -46,6 +46,7 @@ from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.activation_cache import CachedActivationLoader, OnRows
+from topograd.training.alarms import RunGuard
 from topograd.training.averaged_weights import AveragedWeights
 from topograd.training.cached_batches import cached_layers, first_sequences, open_cached_loader, remove_cache
 from topograd.training.exit_heads import TOKENS, begin_exit_heads
@@ -102,6 +103,8 @@ class RunTask(Task):
             self.average = AveragedWeights(self.stack, config.topology.teacher_decay)
             self.loop.optimizers.optimizers[AVERAGE_TEACHER] = self.average
             self.loop.teacher = Predictor(self.average.averaged, self.plan)
+        self.guard = None if config.on_alarm == "none" else RunGuard(self, config.on_alarm)
+        self.loop.allows = None if self.guard is None else self.guard.allows
         objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
         self.loop.check_backward(self.plan)
         self.loop.check_parts(self.plan)
@@ -166,6 +169,8 @@ class RunTask(Task):
 
     def batches(self) -> list[Batch]:
         """The batches of the next step."""
+        if self.guard is not None:
+            self.guard.batch = self._batches().position
         loader: Iterator[Batch] = self._batches()
         return [next(loader) for _ in range(self.config.accumulate)]
 
@@ -174,6 +179,8 @@ class RunTask(Task):
         return plan.predicting()
 
     def after_step(self, step: int) -> None:
+        if self.guard is not None:
+            self.guard.log()
         if self.last.halted:
             stages = [stage + 1 for stage in self.last.halted]
             self.run.log({"kind": "halted", "step": step, "stages": stages})
@@ -194,6 +201,8 @@ class RunTask(Task):
         }
         if self.forgetting is not None:
             extra["base_bpb"] = self.forgetting.before
+        if self.guard is not None:
+            extra["alarms"] = self.guard.state()
         return extra if self.teacher is None else extra | {"teacher": self.teacher.weights}
 
     def extra_tensors(self) -> dict[str, Tensor]:
@@ -230,6 +239,8 @@ class RunTask(Task):
         if not self.keeps_states:
             self.loader.seek(self._position)
         self.loop.halted = set(extra.get("halted", ()))
+        if self.guard is not None and "alarms" in extra:
+            self.guard.load_state(extra["alarms"])
         device = next(p.device for p in self.stack.parameters() if not p.is_meta)
         self.loop.late.load(loaded.tensors, self.own_stages, device)
 

@@ -13,7 +13,7 @@ Nothing is changed by a step that fails. Cost beside the gradients: one norm of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ from topograd.topology.plan import Plan
 from topograd.training.activation_cache import StateBatch
 from topograd.training.optimizers import OptimizerSet, stage_parameters
 
+Allows = Callable[[int, Tensor, Sequence[float]], bool]
 Batch = tuple[Tensor, Tensor] | StateBatch
 """Inputs and targets; with hidden states, what is frozen before them does not run."""
 
@@ -48,6 +49,8 @@ class Step:
     """Of each group's gradient before clipping, and of what they share; of everything where there is one."""
     halted: tuple[int, ...] = ()
     """Stages that this step halted, counted from 0."""
+    taken: bool = True
+    """Whether the weights were changed."""
 
     @property
     def norm(self) -> float:
@@ -83,6 +86,8 @@ class StepRunner:
     """What carries messages to and from stages that run elsewhere (`parallel/`)."""
     seed: int = 0
     """What the rounding of gradients with few bits is seeded by, with the step and the batch."""
+    allows: Allows | None = None
+    """What may leave a step out: (number, losses, norm of the gradient) -> whether it is taken."""
     late: LateQueue = field(default_factory=LateQueue)
     """Batches from which some stages learn at later steps."""
 
@@ -111,12 +116,17 @@ class StepRunner:
             self.stack.zero_grad(set_to_none=True)
             learning = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
             if broken == [-1] or not learning.difference(broken):
+                if self.allows is not None and not self.allows(number, losses, sizes):
+                    return Step(losses, sizes, taken=False)
                 raise DivergenceError(
                     f"{problem} at step {number}; nothing was changed by that step",
                     remedy="lower the learning rates and start again",
                 )
             newly += broken
         self.halted.update(newly)
+        if self.allows is not None and not self.allows(number, losses, sizes):
+            self.stack.zero_grad(set_to_none=True)
+            return Step(losses, sizes, tuple(newly), taken=False)
         self.late.commit()
         self._clip(parts, norms)
         self.optimizers.step()
@@ -201,6 +211,7 @@ class StepRunner:
         """Raise for what the engine does not take, before a step does."""
         taught = self.teacher is not None or self.own_teacher
         extras = {"layer dropout": any(self.dropout_rates), "a teacher": taught}
+        extras["on_alarm"] = self.allows is not None
         check_late(self.stack, plan, objectives_of(plan, self.objectives), extras=extras)
         self.gradient.begin(StepGraph(self.stack, plan, transport=self.transport, recompute=self.recompute))
 

@@ -88,13 +88,17 @@ def test_blocks_refuse_too() -> None:
         Mixer(1, "relu")
 
 
-@pytest.mark.parametrize("kind", ["gqa", "rope", "moe", "ssm"])
-def test_parts_of_newer_models_are_refused_by_name(kind: str) -> None:
-    with refused(GeometryError, setting="kind"):
-        Block(kind)
-
-
-@pytest.mark.parametrize("norm", ["batchnorm", "groupnorm"])
-def test_norms_over_batches_and_groups_are_refused_by_name(norm: str) -> None:
-    with refused(GeometryError, setting="norm"):
-        Chain(3, norm=norm, norm_at=(1,))
+def test_variants_of_attention_have_names_and_limits() -> None:
+    assert str(Attention(3, heads=4, kv_heads=2)) == "attention M=3 d=16 n=8, 4 heads on 2"
+    assert str(Attention(2, positions="rope-single")).endswith("rope-single")
+    assert Attention(1, heads=4, kv_heads=2).dead == {11: 1, 15: 1}
+    assert Attention(1, positions="rope").dead == {14: 1, 15: 1}
+    for given in ({"kv_heads": 3, "heads": 4}, {"kv_heads": 2, "heads": 8}):
+        with refused(GeometryError, setting="kv_heads"):
+            Attention(2, **given)
+    with refused(GeometryError, setting="positions", given="alibi"):
+        Attention(2, positions="alibi")
+    with refused(GeometryError, setting="attention"):
+        Attention(2, memory=True, wiring="residual")
+    with refused(GeometryError, setting="attention"):
+        Attention(2, memory=True, positions="rope")

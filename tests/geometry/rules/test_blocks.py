@@ -55,6 +55,28 @@ def test_attention_first_is_not_additive() -> None:
     assert last["gradient_1"].note == ""
 
 
+def slopes(net: Attention, part: str) -> list[float | None]:
+    said = {p.node: p.slope for p in predict(net)}
+    return [said[f"{part}_{p}"] for p in range(1, net.blocks + 1)]
+
+
+def test_shared_keys_and_whole_pairs_are_plain_attention() -> None:
+    for net in (Attention(3, heads=4, kv_heads=2), Attention(3, positions="rope")):
+        assert [slopes(net, part) for part in "QKOV"] == [[2, 6, 10], [2, 6, 10], [8, 4, 0], [10, 6, 2]]
+
+
+def test_live_ways_through_scores() -> None:
+    single = Attention(3, positions="rope-single")
+    assert [slopes(single, part) for part in "QKOV"] == [[0, 0, 0], [0, 0, 0], [2, 2, 0], [4, 4, 2]]
+    memory = Attention(3, memory=True)
+    assert [slopes(memory, part) for part in "QKOV"] == [[2, 2, 2], [2, 6, 6], [4, 4, 0], [6, 6, 2]]
+
+
+def test_experts_and_scans() -> None:
+    assert amplitudes((Block("experts"),) * 3) == ([0, 2, 4, 6], [1, 1, 1, 0])
+    assert amplitudes((Block("scan"),) * 2) == ([0, 3, 9], [1, 1, 0])
+
+
 def test_anything_else_is_refused() -> None:
     with refused(GeometryError, setting="architecture", given="resnet"):
         predict("resnet")  # type: ignore[arg-type]

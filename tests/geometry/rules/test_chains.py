@@ -125,3 +125,21 @@ def test_sources_are_cited() -> None:
     assert "Theorem 112" in predict(Chain(4, bias=1))[0].source
     assert "Theorem 36, Theorem 106" in predict(Chain(2, exponents=((1, 2),), loss="cross-entropy"))[0].source
     assert predict(Chain(4, norm="rmsnorm", norm_at=(1,)))[0].source == "derived here"
+
+
+@pytest.mark.parametrize(
+    ("depth", "at", "expected"),
+    [
+        (5, (2,), [4, 2, 4, 2, 0]),
+        (5, (1,), [6, 6, 4, 2, 0]),
+        (6, (4,), [2, 0, -2, -4, 2, 0]),
+        (6, (2, 4), [2, 0, 2, 0, 2, 0]),
+    ],
+)
+def test_batch_norm_divides_by_the_spread(depth: int, at: tuple[int, ...], expected: list[int]) -> None:
+    assert [p.slope for p in predict(Chain(depth, norm="batchnorm", norm_at=at))] == expected
+
+
+def test_group_norm_with_live_units_is_layer_norm() -> None:
+    said = [p.slope for p in predict(Chain(5, norm="groupnorm", norm_at=(2,)))]
+    assert said == [p.slope for p in predict(Chain(5, norm="layernorm", norm_at=(2,)))] == [2, 0, 4, 2, 0]

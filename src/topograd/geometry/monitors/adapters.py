@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.early_warning import EarlyWarning, Writer
+from topograd.geometry.monitors.guard import Guard
 
 
 def writer_to(target: Any) -> Writer:
@@ -91,8 +92,13 @@ class UnclippedNorms:
             handle.remove()
 
 
-def trainer_callback(monitor: EarlyWarning) -> Any:
-    """A `transformers.TrainerCallback` that reads the monitor at every optimizer step."""
+def trainer_callback(monitor: EarlyWarning | Guard) -> Any:
+    """A `transformers.TrainerCallback` that reads the monitor at every optimizer step.
+
+    A `Guard` acts too: a step that is left out has no gradients when the optimizer comes to it.
+    """
+    guard = monitor if isinstance(monitor, Guard) else None
+    monitor = monitor.monitor if isinstance(monitor, Guard) else monitor
     base = _imported("transformers", "TrainerCallback")
 
     class Callback(base):  # type: ignore[misc, valid-type]
@@ -108,10 +114,15 @@ def trainer_callback(monitor: EarlyWarning) -> Any:
             monitor.__enter__()
             if more.get("optimizer") is not None:
                 monitor.watch_optimizer(_plain(more["optimizer"]))
+                if guard is not None:
+                    guard.watch([_plain(more["optimizer"])])
             monitor.norms = UnclippedNorms(more["model"])
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            monitor.read(state.global_step, self.loss)
+            if guard is None:
+                monitor.read(state.global_step, self.loss)
+            elif not guard.allows(state.global_step, self.loss, batch={"epoch": state.epoch}):
+                more["model"].zero_grad(set_to_none=True)
             self.loss = None
 
         def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:

@@ -154,6 +154,10 @@ class EarlyWarning(ModelHooks):
         self._quiet: dict[str, int] = dict.fromkeys(wanted, 0)
         self._slow_now = True
         self._next = self._next_slow = 0
+        self.last_step = -1
+        """The step that was read last."""
+        self.rest = REST
+        """Readings of a signal after its alarm that raise none."""
         self.alarms: list[Alarm] = []
         self.norms: HasTotal | None = None
         """Where the norm of gradients is read instead, if they are clipped before `read`."""
@@ -187,6 +191,7 @@ class EarlyWarning(ModelHooks):
         """
         if step < self._next:
             return []
+        self.last_step = step
         self._next = step + self._every
         self._slow_now = step >= self._next_slow
         if self._slow_now:
@@ -199,6 +204,20 @@ class EarlyWarning(ModelHooks):
             self._writer(step, {**values, **{f"alarm/{alarm.signal}": 1.0 for alarm in raised}})
         return raised
 
+    def state(self) -> dict[str, Any]:
+        """What alarms of later steps depend on, as JSON."""
+        past = {name: list(values) for name, values in self._past.items()}
+        due = [self.last_step, self._next, self._next_slow]
+        return {"past": past, "quiet": dict(self._quiet), "due": due, "start": self._start}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on as the monitor that gave this state."""
+        for name, values in state["past"].items():
+            self._past[name] = deque(values, maxlen=MEMORY)
+        self._quiet = dict(state["quiet"])
+        self.last_step, self._next, self._next_slow = state["due"]
+        self._start = list(state["start"])
+
     def _judge(self, name: str, step: int, value: float) -> Alarm | None:
         past = self._past[name]
         here = math.log(value) if 0 < value < math.inf else (math.inf if not math.isfinite(value) else -50.0)
@@ -209,7 +228,7 @@ class EarlyWarning(ModelHooks):
             away = {"up": here - median, "down": median - here, "both": abs(here - median)}[SIGNALS[name]]
             if away > DEVIATIONS * max(NORMAL * spread, SLACK):
                 alarm = Alarm(name, step, value, math.exp(median))
-                self._quiet[name] = REST
+                self._quiet[name] = self.rest
         self._quiet[name] -= 1
         if math.isfinite(here):
             past.append(here)

@@ -10,9 +10,8 @@ power of t of dead direction i in W_l; κ that of a bias; q a norm between h_q a
 attention or of a gated MLP.
 Cost: none. Source: "Dead Directions: Geometric Singular Learning", §3 (approach), §9 and appendix A
 (departures).
-Limits. Not covered, GeometryError: gated skips, norms after the sum or on both sides of a branch, BatchNorm
-and GroupNorm, grouped heads, RoPE, experts and state-space layers, and two departures without a known joint
-rule.
+Limits. Not covered, GeometryError: gated skips, norms after the sum or on both sides of a branch, and two
+departures without a known joint rule. Any module at all: `powers.py`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,6 @@ OUTSIDE = {
     "gated": "a gated skip has no fixed cost in powers of t",
     "peri": "Peri-LN also normalises the branch before the sum",
     "post": "a norm after the sum resets the skip's amplitude",
-    "batchnorm": "it divides a unit by its own spread, so that a dead one of size t comes out of size 1",
-    "groupnorm": "its rule depends on which live units share the dead unit's group, and none was derived",
-    "gqa": "no rule was derived for heads that share keys and values",
-    "rope": "its rotations mix the dead unit of queries and keys with a live one, and no rule was derived",
-    "moe": "a router's choice is no power of t",
-    "ssm": "a scan multiplies by its own state, and no rule was derived",
 }
 """Sites and parts that the theory leaves out, with the reason."""
 
@@ -69,7 +62,8 @@ class Chain:
     skip: str = "identity"
     """Or "projected": each skip carries a blockdiag(R, t) of its own."""
     norm: str = "none"
-    """Or "layernorm", "rmsnorm" (no gain, no offset)."""
+    """Or "layernorm", "rmsnorm", "batchnorm" (statistics of the batch), "groupnorm" (two groups, live units
+    in the dead one's); no gain, no offset, no ε."""
     norm_at: tuple[int, ...] = ()
     """Positions q of the norm, between h_q and W_{q+1}."""
     noise: float = 1.0
@@ -87,7 +81,7 @@ class Chain:
         _one_of("loss", self.loss, ("squared-error", "cross-entropy"))
         _one_of("head", self.head, ("simplex", "square"))
         _one_of("skip", self.skip, ("identity", "projected"))
-        _one_of("norm", self.norm, ("none", "layernorm", "rmsnorm"))
+        _one_of("norm", self.norm, ("none", "layernorm", "rmsnorm", "batchnorm", "groupnorm"))
         _one_of("live", self.live, ("random", "identity"))
         self._check_shape()
         self._check_norm()
@@ -196,6 +190,13 @@ class Attention:
     """"chain" (x ← attend(x)), "residual" (x ← x + attend(x)), "pre-norm" (x ← x + attend(LN(x)))."""
     powers: tuple[int, ...] = ()
     """α_h: the last channel of every head is dead, with t^α in all weights. Empty: that of the last, t."""
+    kv_heads: int = 0
+    """Heads of keys and values, which groups of heads share; the dead channel is that of the last group's
+    keys and values, and of all its queries. 0: as many as heads."""
+    positions: str = "none"
+    """"rope", rotary embedding with both channels of the last pair dead, or "rope-single", with one."""
+    memory: bool = False
+    """Cross-attention: keys and values of a fixed memory whose dead channel has size 1."""
 
     def __post_init__(self) -> None:
         _whole("blocks", self.blocks, 1)
@@ -207,13 +208,39 @@ class Attention:
             _refuse("width", self.width, f"a multiple of the {self.heads} heads")
         if self.powers and (len(self.powers) != self.heads or min(self.powers) < 1):
             _refuse("powers", self.powers, f"{self.heads} whole powers from 1, one a head")
+        self._check_variant()
+
+    def _check_variant(self) -> None:
+        """Grouped heads, rotary embedding and a memory."""
+        _whole("kv_heads", self.kv_heads, 0)
+        _one_of("positions", self.positions, ("none", "rope", "rope-single"))
+        if self.kv_heads and (self.heads % self.kv_heads or self.width <= self.heads * 2):
+            _refuse("kv_heads", self.kv_heads, f"a divisor of the {self.heads} heads, of 3 channels or more")
+        if self.positions != "none" and (self.width // self.heads) % 2:
+            _refuse("width", self.width, "an even number of channels a head, for rotated pairs")
+        given = [self.powers, self.kv_heads, self.positions != "none", self.memory]
+        open_chain = self.wiring != "chain" and (self.memory or self.positions == "rope-single")
+        if sum(map(bool, given)) > 1 or open_chain or (self.memory and self.causal):
+            raise GeometryError(
+                "no joint rule is known for these parts of an attention",
+                setting="attention",
+                given=str(self),
+                remedy="describe one at a time, in a chain",
+            )
+
+    @property
+    def grouped(self) -> int:
+        """How many heads share keys and values."""
+        return self.heads // self.kv_heads if self.kv_heads else 1
 
     @property
     def dead(self) -> dict[int, int]:
         """The power of t of each dead channel, by its place."""
         each = self.width // self.heads
+        if self.positions == "rope":
+            return {self.width - 2: 1, self.width - 1: 1}
         if not self.powers:
-            return {self.width - 1: 1}
+            return {self.width - 1 - each * i: 1 for i in reversed(range(self.grouped))}
         return {(head + 1) * each - 1: power for head, power in enumerate(self.powers)}
 
     def node(self, name: str, direction: int) -> str:
@@ -224,6 +251,9 @@ class Attention:
         text = f"attention M={self.blocks} d={self.width} n={self.tokens}"
         text += f", {self.heads} heads" if self.heads > 1 else ""
         text += f", α=({','.join(map(str, self.powers))})" if self.powers else ""
+        text += f" on {self.kv_heads}" if self.kv_heads else ""
+        text += f", {self.positions}" if self.positions != "none" else ""
+        text += ", memory" if self.memory else ""
         text += ", causal" if self.causal else ""
         return text if self.wiring == "chain" else f"{text}, {self.wiring}"
 
@@ -252,21 +282,32 @@ class GatedStack:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a composition: "mlp" of some weights, "residual" (x + W x) or "attention"."""
+    """One block of a composition: "mlp" of some weights, "residual" (x + W x), "attention", "experts" (two
+    weights each, a top-2 softmax router that reads the dead channel with t) or "scan" (a state-space layer
+    with a gate, whose five projections read it with t)."""
 
     kind: str
     weights: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, ("mlp", "residual", "attention"))
+        _one_of("kind", self.kind, ("mlp", "residual", "attention", "experts", "scan"))
         _whole("weights", self.weights, 1)
         if self.kind != "mlp" and self.weights != 1:
             _refuse("weights", self.weights, f"1 in a block {self.kind}: only an mlp counts its weights")
 
-    @property
-    def amplitude(self) -> int:
-        """β: the power of t that the dead component gains on its way through."""
-        return {"mlp": self.weights, "residual": 0, "attention": 2}[self.kind]
+    def after(self, before: int) -> int:
+        """The amplitude of the dead component behind the block: one more, or twice as much."""
+        if self.kind == "scan":
+            return 2 * before + 3
+        return before + {"mlp": self.weights, "residual": 0}.get(self.kind, 2)
+
+    def back(self, above: int, before: int) -> int:
+        """The amplitude of its gradient in front of the block: of all ways, the shortest."""
+        if self.kind == "attention":
+            return 2 + min(above, before)
+        if self.kind in ("experts", "scan"):
+            return min(above + self.after(before) - before, 1)
+        return above + self.after(0)
 
     def __str__(self) -> str:
         return f"mlp{self.weights}" if self.kind == "mlp" else self.kind

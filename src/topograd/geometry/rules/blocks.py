@@ -27,6 +27,12 @@ an mlp of two weights; with attention first the gradient at the input has slope 
 Where every head h has a dead channel with t^{α_h}, each has α_h times these rates: a head's scores and values
 do not depend on another head's dead channel. (Derived here; the paper leaves several heads open.)
 
+Derived here too, and measured: heads that share keys and values, and rotary embedding with a whole pair dead,
+have the rules of plain attention. With one channel of a pair dead, the partner's live key reaches the dead
+query: Q and K 0, b_m = min(b_{m+1} + 2, 1). Cross-attention to a memory whose dead channel has size 1 has
+f_m = b_m = 2, Q 2, K 2 (1 + f_{m-1}). Experts of two weights have f_m = f_{m-1} + 2 and, through the router,
+b_m = min(b_{m+1} + 2, 1); a scan with a gate f_m = 2 f_{m-1} + 3 and b_m = min(b_{m+1} + f_{m-1} + 3, 1).
+
 Limits. Dead units in the same places of all blocks.
 """
 
@@ -81,11 +87,10 @@ def amplitudes(blocks: tuple[Block, ...]) -> tuple[list[int], list[int]]:
     """
     forward = [0]
     for block in blocks:
-        forward.append(forward[-1] + block.amplitude)
+        forward.append(block.after(forward[-1]))
     backward = [0]
     for block, before in zip(reversed(blocks), reversed(forward[:-1]), strict=True):
-        above = min(backward[0], before) if block.kind == "attention" else backward[0]
-        backward.insert(0, block.amplitude + above)
+        backward.insert(0, block.back(backward[0], before))
     return forward, backward
 
 
@@ -96,7 +101,7 @@ def _attention(net: Attention) -> tuple[Prediction, ...]:
         for p in range(1, net.blocks + 1)
         for part, slope in (("Q", 2.0), ("K", 2.0), ("V", 2.0), ("O", 0.0))
     ]
-    for i, power in enumerate(net.dead.values()):
+    for i, power in enumerate(net.powers or (1,)):
         own = beside if net.wiring != "chain" else _attention_chain(net)
         note = "its own head's scores and values alone carry it: α times the rate of t" if net.powers else ""
         predictions += [
@@ -114,6 +119,8 @@ def _attention(net: Attention) -> tuple[Prediction, ...]:
 
 def _attention_chain(net: Attention) -> list[Prediction]:
     """Blocks in a chain, one dead channel."""
+    if net.memory or net.positions == "rope-single":
+        return _open_attention(net)
     forward, backward = amplitudes((Block("attention"),) * net.blocks)
     refined = f"{PAPER}, Proposition 69"
     predictions = []
@@ -132,6 +139,24 @@ def _attention_chain(net: Attention) -> list[Prediction]:
     return predictions
 
 
+def _open_attention(net: Attention) -> list[Prediction]:
+    """A chain whose scores have a live way to the dead channel: of a rotated partner, or of a memory."""
+    M, note = net.blocks, "a fixed memory" if net.memory else "its partner's live key reaches the dead query"
+    forward, backward = [0], [0]
+    for _ in range(M):
+        forward.append(2 if net.memory else forward[-1] + 2)
+        backward.insert(0, 2 if net.memory else min(backward[0] + 2, 1))
+    predictions = []
+    for p in range(1, M + 1):
+        query, key = (2.0, 2.0 * (1 + forward[p - 1])) if net.memory else (0.0, 0.0)
+        out = 2.0 * backward[p]
+        nodes = (("Q", query), ("K", key), ("V", out + 2), ("O", out))
+        predictions += [Prediction(f"{part}_{p}", slope, DERIVED, note) for part, slope in nodes]
+    predictions.append(Prediction("output", 2.0 * forward[-1], DERIVED, note))
+    predictions.append(Prediction("input gradient", 2.0 * backward[0], DERIVED, note))
+    return predictions
+
+
 def _gated(net: GatedStack) -> tuple[Prediction, ...]:
     M, source = net.blocks, f"{PAPER}, Proposition 114"
     note = "quadratic in the dead component: 3 (2^M - 1), not 3 M (the paper adds)" if M > 1 else ""
@@ -145,9 +170,13 @@ def _composition(net: Composition) -> tuple[Prediction, ...]:
     forward, backward = amplitudes(net.blocks)
     source, predictions = f"{PAPER}, Theorem 30", []
     for m in range(1, len(net.blocks) + 1):
-        added = sum(block.amplitude for block in net.blocks[m - 1 :])
+        added = sum(block.after(0) for block in net.blocks[m - 1 :])
         additive = backward[m - 1] == added
-        note = "" if additive else f"not additive ({2 * added}): attention's scores are a shorter way back"
+        note = (
+            ""
+            if additive
+            else f"not additive ({2 * added}): scores, a router or a scan are a shorter way back"
+        )
         where = source if additive else DERIVED
         predictions.append(Prediction(f"gradient_{m}", 2.0 * backward[m - 1], where, note))
     predictions += [Prediction(f"output_{m}", 2.0 * f, source) for m, f in enumerate(forward) if m]

@@ -13,6 +13,8 @@ amplitude b_l = D_b(l):
 
     LayerNorm at q   b_q = 0              its backward map adds the mean gradient to the dead unit, O(1)
     RMSNorm at q     b_q = min(b_{q+1} + 1, q)    it adds -ẑ_d ⟨g, ẑ⟩/d with ẑ_d ~ t^q
+    BatchNorm at q   b_q = b_{q+1} + 1 - f_q      it divides the dead unit by its spread t^{f_q}; f is 0 above
+    GroupNorm at q   as LayerNorm, where live units share the dead one's group; as BatchNorm, where none do
 
 where linear and ReLU chains obey the second at their topmost RMSNorm only: below it ⟨g, ẑ⟩ = 0 by scale
 invariance.
@@ -20,7 +22,7 @@ invariance.
 Symbols: architectures.py. Cost: O(L + skips). Blocks of attention and gated MLPs: blocks.py.
 Source: "Dead Directions: Geometric Singular Learning", Theorem 21 (ladder), Remark 23 (noise-free), Theorem
 36 (cross-entropy), Theorem 43 and Definition 49 (graphs), Theorems 103, 106, 112 (widths, directions,
-biases). Derived here: both rules for norms (Proposition 60 gives a bracket for LayerNorm and carries the
+biases). Derived here: the rules for norms (Proposition 60 gives a bracket for LayerNorm and carries the
 ladder over to RMSNorm unchanged, which our measurement contradicts), and the symmetric zero of a square
 softmax head.
 Limits. Exponents as t → 0: what a finite window adds is not in them.
@@ -165,21 +167,19 @@ def _rotated(chain: Chain) -> tuple[Prediction, ...]:
 
 
 def _normed(chain: Chain) -> tuple[Prediction, ...]:
-    amplitudes = _layernorm(chain) if chain.norm == "layernorm" else _rmsnorm(chain)
+    centred = chain.norm in ("layernorm", "groupnorm")
+    amplitudes = {"rmsnorm": _rmsnorm, "batchnorm": _batchnorm}.get(chain.norm, _layernorm)(chain)
     dead = "identically 0: LayerNorm's leak is negative and the ReLU above it switches the dead unit off"
     bracket = "LayerNorm resets the amplitude (the paper gives a bracket)"
     cap = "RMSNorm caps the amplitude (the paper carries the ladder over)"
+    why = {"rmsnorm": cap, "batchnorm": "BatchNorm divides the dead unit by its own spread"}
     predictions = []
     for layer in range(1, chain.depth + 1):
-        if (
-            chain.norm == "layernorm"
-            and chain.activation == "relu"
-            and min(chain.norm_at) < layer < chain.depth
-        ):
+        if centred and chain.activation == "relu" and min(chain.norm_at) < layer < chain.depth:
             predictions.append(Prediction(f"G_{layer}", None, DERIVED, dead, "zero"))
             continue
         plain = amplitudes[layer] == chain.depth - layer
-        note = "" if plain else bracket if chain.norm == "layernorm" else cap
+        note = "" if plain else why.get(chain.norm, bracket)
         predictions.append(Prediction(f"G_{layer}", 2.0 * amplitudes[layer], DERIVED, note))
     return tuple(predictions)
 
@@ -189,6 +189,16 @@ def _layernorm(chain: Chain) -> list[int]:
     backward = [0] * (chain.depth + 1)
     for layer in range(chain.depth - 1, 0, -1):
         backward[layer] = 0 if layer in chain.norm_at else backward[layer + 1] + 1
+    return backward
+
+
+def _batchnorm(chain: Chain) -> list[int]:
+    """b_l = b_{l+1} + 1, at each norm less by the amplitude f that the dead unit has; it may be < 0."""
+    backward = [0] * (chain.depth + 1)
+    for layer in range(chain.depth - 1, 0, -1):
+        backward[layer] = backward[layer + 1] + 1
+        if layer in chain.norm_at:
+            backward[layer] -= layer - max((q for q in chain.norm_at if q < layer), default=0)
     return backward
 
 

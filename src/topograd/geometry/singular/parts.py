@@ -14,8 +14,8 @@ Symbols and shapes. A mask has the shape of its parameter, 1 where the part owns
 Cost: that of `learning_coefficient` for each part; the step is searched once.
 Source: Wang, Hoogland, van Wingerden, Furman and Murfet, "Differentiation and Specialization of Attention
 Heads via the Refined Local Learning Coefficient".
-Limits. Heads are found in modules that have four linear maps of their own with the names below, and say how
-wide a head is. Keys and values that several heads share are counted in each of them.
+Limits. Heads are those that `heads.py` finds. Keys and values that several heads share are counted in each of
+them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,13 @@ from torch import Tensor, nn
 
 from topograd.errors import DivergenceError, GeometryError
 from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.heads import Head, find_heads, is_transposed
 from topograd.geometry.losses import OwnLoss
 from topograd.geometry.monitors.stream import find_layers
 from topograd.geometry.singular.coefficient import LearningCoefficient, default_n_beta, learning_coefficient
 from topograd.geometry.singular.langevin import LARGEST_BIAS, Langevin, OnStep, Target, bearable_step
 from topograd.geometry.singular.terms import sampled_weights
 
-PROJECTIONS = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "out_proj"),
-    ("query", "key", "value", "output"),
-)
-"""Queries, keys, values, outputs."""
-HEAD_WIDTH = ("head_width", "head_dim")
 ARRIVED = 3.0
 MOST_PULL = 0.9
 """Of the curvature with γ that is γ, at most."""
@@ -144,50 +138,27 @@ def layer_parts(model: nn.Module, count: int | None = None) -> list[Part]:
 
 def head_parts(model: nn.Module, layer: str) -> list[Part]:
     """The heads below a layer, in order; GeometryError where none can be told apart."""
-    found = []
-    for name, module in model.get_submodule(layer).named_modules():
-        path = f"{layer}.{name}" if name else layer
-        width = next((getattr(module, word) for word in HEAD_WIDTH if hasattr(module, word)), None)
-        for names in PROJECTIONS:
-            children = dict(module.named_children())
-            maps = {word: one for word in names if isinstance(one := children.get(word), nn.Linear)}
-            if isinstance(width, int) and len(maps) == len(names):
-                found += _heads(path, maps, width)
-                break
+    found = [_head_part(model, head) for head in find_heads(model, layer)]
     if not found:
         raise GeometryError(
             f"{layer} has no heads that can be told apart",
             setting="heads",
             given=layer,
-            allowed="four linear maps for queries, keys, values, outputs, and a head's width",
+            allowed="an attention with maps of known names (geometry/heads.py) and a head's width",
             remedy="leave out --heads",
         )
     return found
 
 
-def _heads(path: str, maps: dict[str, nn.Linear], width: int) -> list[Part]:
-    q, k, v, o = maps
-    heads, groups = maps[q].weight.shape[0] // width, maps[k].weight.shape[0] // width
-    parts = []
-    for h in range(heads):
-        shared = h * groups // heads
-        masks = {
-            **_rows(path, q, maps[q], h, width),
-            **_rows(path, k, maps[k], shared, width),
-            **_rows(path, v, maps[v], shared, width),
-        }
-        columns = torch.zeros_like(maps[o].weight.detach())
-        columns[:, h * width : (h + 1) * width] = 1
-        masks[f"{path}.{o}.weight"] = columns
-        parts.append(Part(f"{path}.head.{h}", tuple(masks), masks))
-    return parts
-
-
-def _rows(path: str, word: str, linear: nn.Linear, head: int, width: int) -> dict[str, Tensor]:
-    """Masks of a head's rows of a weight and of its bias."""
+def _head_part(model: nn.Module, head: Head) -> Part:
     masks = {}
-    for kind, parameter in linear.named_parameters(recurse=False):
-        mask = torch.zeros_like(parameter.detach())
-        mask[head * width : (head + 1) * width] = 1
-        masks[f"{path}.{word}.{kind}"] = mask
-    return masks
+    for side, places in ((0, head.rows), (1, head.columns)):
+        for path, channels in places.items():
+            module = model.get_submodule(path)
+            for kind, parameter in module.named_parameters(recurse=False):
+                if side and parameter.dim() == 1:
+                    continue  # the bias of the outputs is no head's
+                mask = torch.zeros_like(parameter.detach())
+                axis = 0 if parameter.dim() == 1 else side ^ is_transposed(module)
+                masks[f"{path}.{kind}"] = mask.index_fill_(axis, channels.to(mask.device), 1)
+    return Part(head.name, tuple(masks), masks)
