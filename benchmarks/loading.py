@@ -2,11 +2,11 @@
 
     python benchmarks/loading.py RUN [--rounds 5] [--json]
 
-`torch` is importing torch, `import` importing topograd after that, `open` is tg.load, `token` the first token in
-the fastest runtime, which packs every weight once; `system` the part of it that the system's kernel took.
-All are processor time: they hold on a machine that others use too. `first` opens with an empty cache of hashes, so that the weights are
-hashed; the others find their hash remembered. Memory is the growth of the resident set from before the
-opening to behind the token, over the bytes of the weights.
+`torch` is importing torch, `import` importing topograd after that, `open` is tg.load, `token` the first token
+in the fastest runtime, which packs every weight once; `system` the part of it that the system's kernel took.
+All are processor time: they hold on a machine that others use too. `first` opens with an empty cache of
+hashes, so that the weights are hashed; the others find their hash remembered. Memory is the growth of the
+resident set from before the opening to behind the token, over the bytes of the weights.
 """
 
 from __future__ import annotations
