@@ -51,6 +51,8 @@ def test_schemas_that_explode(client: httpx.Client, place: int) -> None:
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
             assert answer.json()["error"]["message"]
+        if "allOf" in schema:
+            assert answer.status_code == 400, "it would take minutes"
     assert client.get("/health").json()["status"] == "ok"
 
 
