@@ -51,7 +51,7 @@ def test_schemas_that_explode(client: httpx.Client, place: int) -> None:
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
             assert answer.json()["error"]["message"]
-        if "allOf" in schema:
+        if "allOf" in schema and "response_format" in fields:
             assert answer.status_code == 400, "it would take minutes"
     assert client.get("/health").json()["status"] == "ok"
 
@@ -98,7 +98,7 @@ def test_a_tokens_prompts_are_not_anothers_hits(start_server: Callable[..., Any]
         assert cached(running, "second") == 0
         assert cached(running, "second", "/v1/messages") > 8
         assert cached(running, "first", "/v1/chat/completions") > 8
-        for wrong in ("first, second", "fir", ""):
+        for wrong in ("first, second", "fir", "none"):
             answer = httpx.get(
                 running.address() + "/v1/models",
                 headers={"authorization": f"Bearer {wrong}"},
