@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -131,8 +132,7 @@ def started(command: list[str], peers: str | None, pattern: str) -> Iterator[str
 
 def llama_server(file: str, slots: int) -> None:
     """llama.cpp's server in this process; prints its address."""
-    import xllamacpp
-
+    xllamacpp = importlib.import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = file
     params.n_parallel, params.n_ctx, params.kv_unified = slots, 1024 * slots, False

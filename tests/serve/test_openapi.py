@@ -21,7 +21,8 @@ from waiting import LIMIT
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="schemathesis is not installed here")
 
-SCHEMA = schemathesis.openapi.from_dict(document())
+SCHEMA = schemathesis.openapi.from_dict(document()).exclude(path_regex="messages$|responses$")
+"""Without two routes whose bodies take long to make up: they are translated to chats, and fuzzed below."""
 
 
 @SCHEMA.parametrize()
@@ -39,7 +40,7 @@ def test_answers_are_as_documented(case: Any, running: Running) -> None:
             case.body["n"] = min(case.body["n"], 2)
     answer = case.call(base_url=running.address())
     case.validate_response(answer, checks=[schemathesis.checks.not_a_server_error])
-    assert answer.status_code in {200, 400, 404, 405, 429}
+    assert answer.status_code in {200, 400, 404, 405, 413, 429}
     if answer.status_code != 200:
         theirs = case.path.startswith("/v1/messages")
         fields = {"message", "type"} if theirs else {"message", "type", "param", "code"}

@@ -130,7 +130,8 @@ def _names(args: Serve) -> list[str]:
     good = all(re.fullmatch(r"[^\s:,]{1,200}", name) for name in names)
     if not good or len(names) != len(models) or len(set(names)) < len(names):
         allowed = f"{len(models)} different names, with commas between, without colons and spaces"
-        raise ConfigError(setting="name", given=",".join(names), allowed=allowed)
+        remedy = "give one for each model with --name"
+        raise ConfigError(setting="name", given=",".join(names), allowed=allowed, remedy=remedy)
     for setting, size in (("memory", args.memory), ("prompt_cache_gb", args.prompt_cache_gb)):
         if size is not None and not 0 < size < float("inf"):
             raise ConfigError(setting=setting, given=size, allowed="above 0 and finite")

@@ -17,13 +17,17 @@ Cost: about 50 µs a mask. Source: llguidance (MIT), docs/syntax.md there.
 
 Bounds, because requests bring grammars: characters and the length of chains of references are limited here;
 nesting, the sizes of parser and lexer and the work of a step by llguidance. It compiles in a thread with a
-large stack, since its recursion follows chains of rules. A grammar that exceeds a limit while a text is
-written ends that text (`Matcher.problem`).
+large stack, since its recursion follows chains of rules. Intersections of expressions (`allOf`, `&`) can take
+it longer than anybody waits, so what may have some is compiled in a process with a limit of time first. A
+grammar that exceeds a limit while a text is written ends that text (`Matcher.problem`).
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,6 +58,18 @@ LIMITS = {
     "max_grammar_size": 100_000,
 }
 """Of llguidance, half of its own or less: 20 000 states are about 40 MB."""
+SECONDS = 3
+"""Of processor time, for a grammar that may intersect expressions; by the clock 20 times as many."""
+INTERSECTING = re.compile(r'"(?:pattern|allOf|format|multipleOf|patternProperties)"')
+"""Keywords of which two may be an intersection."""
+_TRIAL = """
+import json, resource, sys
+import llguidance
+given = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"], given["seconds"]))
+limits = llguidance.LLParserLimits(**given["limits"], verbose_errors=False)
+llguidance.LLMatcher(llguidance.LLTokenizer("byte"), given["source"], log_level=0, limits=limits)
+"""
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Without spaces at will: a small model would write nothing else."""
 
@@ -75,6 +91,13 @@ class Grammar:
                 given=references,
                 remedy=f"give at most {MAX_REFERENCES}",
             )
+
+    @property
+    def intersects(self) -> bool:
+        """Whether it may have intersections of regular expressions."""
+        if self.kind == "lark":
+            return any(mark in self.text for mark in ("&", "~", "%json"))
+        return self.kind != "regex" and len(INTERSECTING.findall(self.text)) > 1
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
@@ -205,7 +228,10 @@ class GrammarCompiler:
             "regex": lambda: matcher.grammar_from_regex(grammar.text),
         }
         limits = _llguidance().LLParserLimits(**LIMITS, verbose_errors=False)
-        made = matcher(self._vocabulary, sources[grammar.kind](), log_level=0, limits=limits)
+        source = sources[grammar.kind]()
+        if grammar.intersects:
+            _try_apart(source)
+        made = matcher(self._vocabulary, source, log_level=0, limits=limits)
         if (problem := _problem(made, "the grammar cannot be used")) is not None:
             raise problem
         return CompiledGrammar(made)
@@ -315,6 +341,29 @@ def _llguidance() -> Any:
             remedy="pip install 'topograd[serve]'",
         ) from None
     return llguidance
+
+
+def _try_apart(source: str) -> None:
+    """Compile a grammar in a process that is ended where it takes too long; ConfigError then."""
+    if sys.platform == "win32":
+        return  # it knows no such limits
+    given = json.dumps({"source": source, "limits": LIMITS, "seconds": SECONDS})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _TRIAL],
+            input=given.encode(),
+            capture_output=True,
+            timeout=20 * SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        done = None
+    if done is None or done.returncode < 0:  # it was ended
+        raise ConfigError(
+            "the grammar takes too long to compile",
+            setting="grammar",
+            remedy="give one with fewer expressions that must hold together",
+        )
 
 
 def _in_large_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:

@@ -39,7 +39,7 @@ MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"type": "string", "enum": ["user", "assistant", "system"]},
-        "content": one_of("A text, or blocks.", text("A text."), BLOCKS),
+        "content": one_of("A text, or blocks.", text("A text.", 2**20), BLOCKS),
     },
     "required": ["role", "content"],
     "additionalProperties": False,
@@ -71,7 +71,7 @@ _SAME = ("model", "temperature", "top_p", "top_k", "seed", "depth", "specialists
 COUNTED: dict[str, Field] = {
     "model": SHARED["model"],
     "messages": Field(many(MESSAGE, "The conversation.", 1, 10_000), required=True),
-    "system": Field(one_of("The system's message.", text("A text."), BLOCKS)),
+    "system": Field(one_of("The system's message.", text("A text.", 2**20), BLOCKS)),
     "tools": Field(many(TOOL, "Functions that the model may call.", 0, MAX_TOOLS), ()),
     "tool_choice": Field(CHOICE),
     "thinking": Field(

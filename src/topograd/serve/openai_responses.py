@@ -48,9 +48,9 @@ _SAME = ("model", "temperature", "top_p", "top_k", "seed", "depth", "specialists
 _IGNORED = ("user", "metadata", "store", "service_tier")
 FIELDS: dict[str, Field] = {name: SHARED[name] for name in (*_SAME, *_IGNORED)} | {
     "input": Field(
-        one_of("A text, or items.", text("A text."), many(ANY, "Items.", 1, 10_000)), required=True
+        one_of("A text, or items.", text("A text.", 2**20), many(ANY, "Items.", 1, 10_000)), required=True
     ),
-    "instructions": Field(text("The system's message.")),
+    "instructions": Field(text("The system's message.", 2**20)),
     "max_output_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS)),
     "tools": Field(many(TOOL, "Functions that the model may call.", 0, MAX_TOOLS), ()),
     "tool_choice": Field(
