@@ -119,8 +119,8 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "pruning": {"tiny": Size(0.3, 1), "small": Size(8, 30)},
     "adapter-placement": {"tiny": Size(0.2, (2, 2), seeds=1), "small": Size(10, (24, 16), seeds=3)},
     "edges": {
-        "tiny": Size(0.2, 4, 8, 2),
-        "small": Size(20, 400, 48, 3),
+        "tiny": Size(0.1, 2, 8, 1),
+        "small": Size(15, 400, 48, 3),
         "long": Size(40, 1600, 48, 5),
     },
     "safe-adapters": {

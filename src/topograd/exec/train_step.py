@@ -215,17 +215,17 @@ class OpenStep:
         now, age = self.graph, self.late.step - batch.step
         due = [p for p in now.plan.stages if p.index in batch.received and now.plan.lateness[p.index] == age]
         step = self.late.take(batch, now.plan)
-        with nullcontext() if step is not None else with_weights(now.stack, batch.weights):
-            if step is None:
-                draw = (now.draw[0], batch.step, batch.number)
-                graph = StepGraph(now.stack, now.plan, batch.scale, now.transport, False, now.recompute, draw)
-                given = (batch.inputs, batch.targets, None, self.late)
+        if step is None:
+            draw = (now.draw[0], batch.step, batch.number)
+            graph = StepGraph(now.stack, now.plan, batch.scale, now.transport, False, now.recompute, draw)
+            given = (batch.inputs, batch.targets, None, self.late)
+            with with_weights(now.stack, batch.weights):
                 step = OpenStep(graph, self.gradient, self.objectives, *given, age)
-            step.age = age
-            step.x0.grad = None if batch.x0_gradient is None else batch.x0_gradient.clone()
-            for planned in reversed(due):
-                step._learn(planned, batch)
-            step._close(batch)
+        step.age = age
+        step.x0.grad = None if batch.x0_gradient is None else batch.x0_gradient.clone()
+        for planned in reversed(due):
+            step._learn(planned, batch)
+        step._close(batch)
 
     def _learn(self, planned: PlannedStage, batch: LateBatch) -> None:
         """The backward of one stage of an earlier batch, with the gradient that has come."""
@@ -233,8 +233,23 @@ class OpenStep:
         gradients = {output: batch.gradients.pop(output, None) for output in planned.outputs}
         if planned.stage.frozen:  # it was halted since
             return
-        live = planned.index in self.held
-        stage, inputs = self.held.pop(planned.index) if live else self._ran_again(planned, received)
+        if planned.index in self.held:
+            self._backward_late(planned, *self.held.pop(planned.index), gradients, batch)
+            return
+        with with_weights(
+            self.graph.stack, batch.weights
+        ):  # also in the backward, which may run layers again
+            self._backward_late(planned, *self._ran_again(planned, received), gradients, batch)
+
+    def _backward_late(
+        self,
+        planned: PlannedStage,
+        stage: PendingStage,
+        inputs: Mapping[EdgeOutput, Message],
+        gradients: Mapping[EdgeOutput, Tensor | None],
+        batch: LateBatch,
+    ) -> None:
+        """A late stage's backward; what it sends back here is kept with its batch."""
         for output, gradient in gradients.items():
             stage.sent[output].gradient = gradient
         transport = self.graph.transport
