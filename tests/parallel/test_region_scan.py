@@ -117,6 +117,7 @@ def test_doubling_gives_every_rank_its_row_in_a_logarithm_of_hops(ranks: int) ->
         early: Any = [SimpleNamespace(sent={0: SimpleNamespace(value=torch.zeros(2, 6))})]
         with torch.autocast("cpu", torch.bfloat16):
             found = scan.adjoint_behind(late, products[place].unbind(0), early)
+        assert found is not None
         assert found.dtype == torch.float32
         assert (found - expected).norm() < 1e-5 * expected.norm()
         expected = (expected[:, None] @ products[place, 0].double())[:, 0]
