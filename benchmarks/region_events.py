@@ -51,8 +51,9 @@ def region_span(ranks: int, microbatches: int, times: RegionTimes, carried: int 
     """Seconds until all ranks are done; `carried` None hands everything on, which builds no Jacobian."""
     last = ranks - 1 - (ranks - 1 if carried is None else carried)
     arrived: dict[Key, float] = {}
-    running = deque((_rank(p, ranks, microbatches, last, times, arrived), None) for p in range(ranks))
-    waiting: deque[tuple[Generator[Key, float, float], Key | None]] = running
+    waiting: deque[tuple[Generator[Key, float, float], Key | None]] = deque(
+        (_rank(p, ranks, microbatches, last, times, arrived), None) for p in range(ranks)
+    )
     ends = []
     while waiting:
         rank, key = waiting.popleft()

@@ -60,7 +60,7 @@ class Links:
         self.rank, self.latency = ranks.rank, 0.0
         self.counts: dict[tuple[int, int, int], int] = {}
         self.isend, self.irecv = dist.isend, dist.irecv
-        dist.isend, dist.irecv = self.send, self.receive
+        dist.isend, dist.irecv = self.send, self.receive  # type: ignore[assignment]
 
     def _next(self, source: int, to: int, tag: int) -> tuple[int, int, int, int]:
         kind = {0: 0, 40: 1}.get(tag, 2)  # forward, scan, gradients that are handed on

@@ -86,7 +86,7 @@ class Map(nn.Module):
         return out
 
 
-def _layer(kind: Maps, inputs: int, outputs: int) -> nn.Module:
+def _layer(kind: Maps, inputs: int, outputs: int) -> nn.Linear | Monarch:
     square = kind == "monarch" and inputs == outputs
     return Monarch(inputs) if square else nn.Linear(inputs, outputs, bias=False)
 
@@ -104,7 +104,7 @@ class SegmentRelay(BoundedRelay, CausalRelay):
         self.encode = Map(settings.maps, width, width, settings.rank)
         self.decode = Map(settings.maps, settings.rank, width, width)
         self.alpha = None if first else nn.Parameter(torch.tensor(1.0))
-        nn.init.zeros_(self.decode.outer.get_parameter("weight"))
+        nn.init.zeros_(self.decode.outer.weight)
 
     def ends(self, time: int) -> int:
         """The number of segments of `time` positions that are full and have one after them."""

@@ -220,11 +220,12 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
     if config.on_alarm != "none":
         raise ConfigError(setting="on_alarm", given=config.on_alarm, allowed="none with --parallel")
-    if config.accumulate % ranks.config.replicas:
+    replicas = ranks.config.replicas
+    if config.accumulate % replicas and config.batch % replicas:
         raise ConfigError(
             setting="accumulate",
             given=config.accumulate,
-            allowed=f"a multiple of {ranks.config.replicas} replicas",
+            allowed=f"a multiple of {replicas} replicas, or else batch, of which each takes a part",
         )
     if ranks.config.shard:
         check_shards(config)

@@ -72,15 +72,14 @@ class StageLoop(StepRunner):
         self, plan: Plan, batches: Sequence[Batch]
     ) -> tuple[Tensor, list[list[nn.Parameter]], list[Tensor]]:
         replicas = self.ranks.config.replicas
-        mine = batches[self.ranks.replica :: replicas]
+        self.parts = 1 if len(batches) % replicas == 0 else replicas
+        numbers = range(self.ranks.replica, len(batches) * self.parts, replicas)
         self._open.clear()
-        self.transport.begin(len(mine), self._coming(plan))
+        self.transport.begin(len(numbers), self._coming(plan))
         with self.ranks.within("gathering layers"):
-            losses = self._gradients(plan, mine, len(batches))
+            losses = self._gradients(plan, batches, len(batches))
         if plan.late:
-            collect_gradients(
-                self.late, plan, self.transport, range(self.ranks.replica, len(batches), replicas)
-            )
+            collect_gradients(self.late, plan, self.transport, numbers)
         self.transport.finish()
         if replicas > 1:
             self._add_up(self.copies, "adding up the gradients of replicas", self.ranks.replica_group)
@@ -99,6 +98,10 @@ class StageLoop(StepRunner):
             if source in self.transport.stages and begun and sends_back(plan, reader, source):
                 coming.append((reader, number))
         return coming
+
+    def _parted(self, batches: Sequence[Batch]) -> list[tuple[Batch, float]]:
+        """This replica's batches, or where they cannot be dealt out, its part of each one's rows."""
+        return list(super()._parted(batches))[self.ranks.replica :: self.ranks.config.replicas]
 
     def _gradients(self, plan: Plan, batches: Sequence[Batch], count: int) -> Tensor:
         losses = super()._gradients(plan, batches, count)

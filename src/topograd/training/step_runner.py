@@ -146,7 +146,7 @@ class StepRunner:
         """Add the gradients of `batches`, which are some of `count`; returns their part of the losses."""
         device = next(p.device for p in self.stack.parameters() if not p.is_meta)
         total: Tensor | None = None
-        for number, (batch, share) in enumerate(batch_parts(batches, self.parts)):
+        for number, (batch, share) in enumerate(self._parted(batches)):
             states = batch.states if isinstance(batch, StateBatch) else None
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
             inputs, targets = (to_device(tensor, device) for tensor in pair)
@@ -157,6 +157,10 @@ class StepRunner:
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
         return total
+
+    def _parted(self, batches: Sequence[Batch]) -> Iterable[tuple[Batch, float]]:
+        """What is run at once: each with the share of its batch's targets that it has."""
+        return batch_parts(batches, self.parts)
 
     def gradients(
         self,

@@ -27,11 +27,11 @@ def test_sweeps_end_at_the_chain_s_own_messages(words: str) -> None:
     inputs = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(1))
     made = regions(words)
     for way in ("picard", "newton"):
-        errors = study.sweeps(made, inputs, way)  # type: ignore[arg-type]
+        errors = study.sweeps(made, inputs, way)
         assert len(errors) == 4
         assert errors[0] > 1e-3
         assert errors[-1] < 1e-12
-    picard, newton = (study.sweeps(made, inputs, way) for way in ("picard", "newton"))  # type: ignore[arg-type]
+    picard, newton = (study.sweeps(made, inputs, way) for way in ("picard", "newton"))
     assert newton[-2] < picard[-2]
 
 
