@@ -52,7 +52,7 @@ def resolve_model(model: Path | str) -> Path:
     if source.is_file() or (source / "config.json").is_file() or is_peft(source):
         return _converted(source)
     what = (
-        "it has no config.toml, config.json or adapter_config.json"
+        "it has neither config.toml nor config.json"
         if source.is_dir()
         else "it does not exist"
     )

@@ -249,7 +249,7 @@ def _read(file: Path, tokenizer: Tokenizer) -> OldText:
         if (table["format"], table["version"]) != (FORMAT, VERSION):
             raise ValueError("another format")
         parts = [
-            _counted(*(torch.tensor(table[name][key]) for key in ("inputs", "targets")), tokenizer)
+            _counted(torch.tensor(table[name]["inputs"]), torch.tensor(table[name]["targets"]), tokenizer)
             for name in ("read", "judged")
         ]
         return OldText(parts[0], parts[1], str(table["source"]))

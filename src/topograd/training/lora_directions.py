@@ -51,7 +51,7 @@ def begin_lora(
 @torch.no_grad()
 def leading_factors(module: nn.Module) -> tuple[Tensor, Tensor]:
     """A = √S Vᵀ and B = U √S of the leading singular vectors of a map, over its scale's root."""
-    weight = module.get_parameter("weight")
+    weight: Tensor = module.get_parameter("weight")
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     rank, (inputs, _) = len(module.get_parameter("lora_a")), sides(module)
     weight = weight if weight.shape[1] == inputs else weight.T

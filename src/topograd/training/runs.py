@@ -193,7 +193,7 @@ class RunTask(Task):
 
     def extra_state(self) -> dict[str, Any]:
         """`topology` in it is that of the weights, where it has changed."""
-        extra = {
+        extra: dict[str, Any] = {
             "loader": self._batches().position,
             "corpus": self.data.digest,
             "run": self.run.manifest.identity(),
