@@ -34,7 +34,9 @@ def test_every_way_stands_beside_full_depth(
     monkeypatch.setattr("categories.CATEGORIES", {"chat": CATEGORIES["chat"]})
     monkeypatch.setattr(drafters, "TUNED_BYTES", 2000)
     monkeypatch.setattr("topograd.decode.calibration.measure.ROUNDS", 1)
+    monkeypatch.setattr("topograd.decode.calibration.measure.SIZES", (1, 2, 4))
     monkeypatch.setattr("topograd.decode.calibration.tune.OWN_TOKENS", 4)
+    monkeypatch.setattr("topograd.decode.calibration.tune.OWN_TEXTS", 2)
     found: dict[str, Any] = measure(open_session(REFERENCE), Settings(tokens=10, prompts=1))
     assert (found["run"], found["goal"], found["kinds"]) == ("reference", 1.87, ["code", "chat"])
     ways = {row["way"]: row for row in found["ways"]}
