@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import drafters
 from categories import CATEGORIES, prompts_of
 from drafters import LOOP, Settings, measure, show, without_loop
+from topograd.data.windows import Text
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
 
@@ -32,9 +34,12 @@ def test_every_way_stands_beside_full_depth(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("categories.CATEGORIES", {"chat": CATEGORIES["chat"]})
-    monkeypatch.setattr(drafters, "TUNED_BYTES", 2000)
+    text = Text(windows := torch.arange(6 * 128).reshape(6, 128), windows, 0)
+    monkeypatch.setattr(drafters, "heldout_text", lambda *_: text)
     monkeypatch.setattr("topograd.decode.calibration.measure.ROUNDS", 1)
+    monkeypatch.setattr("topograd.decode.calibration.measure.SIZES", (1, 2, 4))
     monkeypatch.setattr("topograd.decode.calibration.tune.OWN_TOKENS", 4)
+    monkeypatch.setattr("topograd.decode.calibration.tune.OWN_TEXTS", 2)
     found: dict[str, Any] = measure(open_session(REFERENCE), Settings(tokens=10, prompts=1))
     assert (found["run"], found["goal"], found["kinds"]) == ("reference", 1.87, ["code", "chat"])
     ways = {row["way"]: row for row in found["ways"]}

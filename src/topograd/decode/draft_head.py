@@ -12,13 +12,14 @@ are gathered for each position, which costs what it saves.
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor, nn
 
 from topograd.decode.cache import Batch
 from topograd.decode.engine import Engine
-from topograd.nn.capabilities import draftable
 from topograd.nn.draft_stage import unit
-from topograd.nn.heads import Head
+from topograd.nn.heads import Head, HeadedStack
 from topograd.nn.stack import Stack
 from topograd.runtime.protocol import Runtime, TorchRuntime
 from topograd.runtime.quantize import check_precision
@@ -43,21 +44,27 @@ def runtime_like(engine: Engine, stack: Stack) -> Runtime:
     return NativeRuntime(stack, check_precision(engine.runtime.precision), threads=engine.runtime.threads)
 
 
+def pruned_stack(stack: HeadedStack, number: int, vocabulary: Tensor) -> HeadedStack:
+    """A stack without layers whose head is that of a stage, on some tokens; its other parts are shared."""
+    small, head = copy.copy(stack), stack.head
+    vars(small)["_modules"] = dict(stack._modules)
+    bias = None if head.bias is None else head.bias.detach()[vocabulary]
+    small.layers = nn.ModuleList()
+    small.head = Head(head.matrix(number, vocabulary).detach(), bias, softcap=head.softcap)
+    return small
+
+
 class DraftHead:
     """What the exit after a stage predicts, on some tokens or all."""
 
     def __init__(self, engine: Engine, stage: int, vocabulary: Tensor | None) -> None:
         self.engine, self.stage, self.vocabulary = engine, stage, vocabulary
         self._readers: list[tuple[int, int, float, Runtime]] = []
-        parts = draftable(engine.trained)
-        if vocabulary is None or parts is None:
+        if vocabulary is None or not isinstance(engine.trained, HeadedStack):
             return
         for each, weight in engine.plan.prediction.after(stage):
             number = engine.plan.stages[each].head
-            bias = None if parts.head.bias is None else parts.head.bias.detach()[vocabulary]
-            head = Head(parts.head.matrix(number, vocabulary).detach(), bias, softcap=parts.head.softcap)
-            small = parts.with_one_layer(engine.trained.layers[0], parts.norm, head)
-            small.layers = nn.ModuleList()  # its head alone is read
+            small = pruned_stack(engine.trained, number, vocabulary)
             self._readers.append((each, number, weight, runtime_like(engine, small)))
 
     def logits(self, batch: Batch, counts: list[int] | None = None) -> Tensor:

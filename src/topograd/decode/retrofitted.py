@@ -96,7 +96,7 @@ def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStag
 def _reads(depths: Tensor, exits: int) -> bool:
     """Whether a stage can read these exits, the last of them last."""
     whole = depths.dtype == torch.long and depths.dim() == 1 and len(depths) > 1
-    return whole and depths.min() >= 0 and depths.max() == depths[-1] == exits - 1
+    return whole and min(depths.tolist()) >= 0 and max(depths.tolist()) == int(depths[-1]) == exits - 1
 
 
 def open_exits(session: LoadedTextRun) -> dict[int, Translator]:

@@ -44,7 +44,6 @@ class Draftable(Protocol):
     """A stack that lends its embedding, head and one new layer to a draft stage."""
 
     embedding: nn.Embedding
-    norm: Norm
     head: Head
 
     def draft_layer(self) -> nn.Module: ...
