@@ -169,7 +169,8 @@ def test_every_command_names_a_verb_and_flags_that_exist() -> None:
         if verb.startswith("-"):
             continue
         assert verb in verbs, where
-        two = (verb in deeper or words[:2] == ["eval", "core"]) and not words[1].startswith("-")
+        listed = verb in deeper or words[:2] in (["eval", "core"], ["probe", "ladder"])
+        two = listed and not words[1].startswith("-")
         path = tuple(words[: 2 if two else 1])
         if "--task" in words:  # each task has flags of its own
             path = (*path, "--task", words[words.index("--task") + 1])

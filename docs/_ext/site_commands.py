@@ -17,7 +17,11 @@ from unittest import mock
 
 from site_fields import Described, described, escaped, markdown, shown
 
-MORE: dict[str, Sequence[tuple[str, ...]]] = {"eval": [("core",)], "train": [("--task", "images")]}
+MORE: dict[str, Sequence[tuple[str, ...]]] = {
+    "eval": [("core",)],
+    "probe": [("ladder",)],
+    "train": [("--task", "images")],
+}
 """What a command takes beside its own flags, and does not list as subcommands."""
 
 

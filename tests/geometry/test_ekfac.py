@@ -57,10 +57,10 @@ def test_scales_are_second_moments_in_the_basis_of_maps_used_twice() -> None:
 @pytest.mark.parametrize("fisher", ["empirical", "expected"])
 def test_independent_rows_have_the_eigenvalues_of_kfac(fisher: str) -> None:
     """Of a linear layer alone under expected squared error, δ is independent of h: S is the outer product."""
-    model, (x, y) = nn.Linear(3, 3).double(), batch()
+    model, (x, y) = nn.Sequential(nn.Linear(3, 3)).double(), batch()
     factors = kfac_factors(model, (x, y), "squared-error", fisher)  # type: ignore[arg-type]
-    basis = eigenbases(model, (x, y), factors, "squared-error")[""]
-    a, g = factors[""].eigenvalues()
+    basis = eigenbases(model, (x, y), factors, "squared-error")["0"]
+    a, g = factors["0"].eigenvalues()
     assert torch.allclose(basis.scales, torch.outer(g, a)) == (fisher == "expected")
     assert float(basis.scales.sum()) == pytest.approx(float(torch.outer(g, a).sum()), rel=0.2)
 

@@ -428,7 +428,7 @@ def test_factors_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_heads_have_blocks_of_the_factors() -> None:
     model = GPT(layers=1, width=8, heads=2, vocab=11, context=6).double()
-    torch.nn.init.normal_(model.layers[0].attention.output.weight)
+    torch.nn.init.normal_(model.get_parameter("layers.0.attention.output.weight"))
     ids = torch.arange(6)[None]
     factors = kfac_factors(model, (ids, ids.roll(-1, 1)))
     head = find_heads(model)[1]

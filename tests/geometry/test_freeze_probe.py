@@ -1,5 +1,7 @@
 """Freeze-probes: the closed rules are those of the min-plus pass, and both are measured."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,8 +98,13 @@ def test_chains_of_attention_follow_the_closed_rules(
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 17}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "vocab_size": 17,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
 
@@ -142,7 +149,8 @@ def test_a_residual_network_of_convolutions() -> None:
     )
     for module in blocks.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean), nn.init.normal_(module.bias)
+            module.running_mean = torch.randn(4)
+            nn.init.normal_(module.bias)
     said = check(freeze_probe(blocks.eval(), numbers(2, 3, 12, 12), "first.2"))
     assert said == {"2.first": 2, "2.second": 2, "3.first": 2, "3.second": 2}
     stream = check(freeze_probe(blocks, numbers(2, 3, 12, 12), "0.1,second.1"))
@@ -153,7 +161,7 @@ def test_a_residual_network_of_convolutions() -> None:
 def test_a_unit_without_a_reader_that_never_opens_is_exactly_zero() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     with torch.no_grad():
-        model[0].weight[1], model[0].bias[1] = 0.0, -1.0
+        model.get_parameter("0.weight")[1], model.get_parameter("0.bias")[1] = 0.0, -1.0
     (layer,) = freeze_probe(model, numbers(6, 3), "0.1")
     assert layer.whole.predicted is None
     assert layer.whole.measured is None

@@ -23,7 +23,7 @@ class Crash(Exception):
     """Stands for a kill between two steps."""
 
 
-def settings(config: TrainConfig, action: str, **more: Any) -> TrainConfig:
+def settings(config: TrainConfig, action: Any, **more: Any) -> TrainConfig:
     return replace(config, on_alarm=action, steps=STEPS, save_every=4, eval_every=0, save_seconds=0, **more)
 
 
@@ -35,7 +35,7 @@ def disturbed(trainer: RunTrainer, factor: float = 1e3) -> RunTrainer:
     def larger(plan: Any, inputs: Tensor, targets: Tensor, scale: float, *more: Any) -> Tensor:
         return gradients(plan, inputs, targets, scale * (factor if loop.late.step == BAD - 1 else 1), *more)
 
-    loop.gradients = larger  # type: ignore[method-assign]
+    loop.gradients = larger  # type: ignore[method-assign, assignment]
     return trainer
 
 

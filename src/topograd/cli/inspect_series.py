@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,17 +58,19 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
     from topograd.geometry.monitors.phase import READINGS, read_phase
     from topograd.geometry.series import SAMPLING, SeriesReader, events
 
-    opened = _own_checkpoints if (folder / "config.toml").is_file() else _hugging_face_checkpoints
+    own = (folder / "config.toml").is_file()
+    checkpoints = _own_checkpoints(args, folder) if own else _hugging_face_checkpoints(args, folder)
     points, reader, random, text = [], None, None, ""
     with work_progress(f"reading {folder}: checkpoints") as on_more:
-        for done, (one, count) in enumerate(opened(args, folder)):
-            on_more(done, count)
+        for done, opened in enumerate(checkpoints):
+            on_more(done, len(checkpoints))
+            one = opened()
             if reader is None:
                 reader = SeriesReader(one.batches[:MAX_BATCHES], one.outputs, SAMPLING)
                 random = SeriesReader(reader.batches, one.outputs, None).read(one.fresh(), 0)
                 text = one.text
             points.append(reader.read(one.model, one.step))
-            on_more(done + 1, count)
+            on_more(done + 1, len(checkpoints))
     assert reader is not None
     assert random is not None
     found = events(points)
@@ -87,43 +90,44 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
     }
 
 
-def _own_checkpoints(args: Inspect, folder: Path) -> Iterator[tuple[Opened, int]]:
-    """Those of a run, and how many there are."""
-    import torch
-
-    from topograd.cli.inspect import moved, probe_batches
-    from topograd.exec.forward import stage_logits
+def _own_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
+    """How to open each checkpoint of a run."""
     from topograd.runs.folder import Run
-    from topograd.runs.session import build_stack, open_session
 
     names = Run.open(folder).store.names()
     if not names:
         raise RunError(
             f"{folder} has no checkpoints", remedy="train it, with keep and checkpoint_every for a series"
         )
-    for name in names:
-        session = open_session(folder, name)
-        plan, last, config = session.plan, session.plan.predicting()[-1], session.config
-
-        def outputs(model: Any, inputs: Tensor, plan: Any = plan, last: int = last) -> Tensor:
-            return stage_logits(model, plan, last, inputs)
-
-        def fresh(config: Any = config) -> nn.Module:
-            torch.manual_seed(config.seed)
-            made: nn.Module = moved(build_stack(config)[0].eval(), args.device, args.dtype)
-            return made
-
-        stack, batches = moved(session.stack, args.device, args.dtype), probe_batches(session, args.text)
-        source = "the run's held-out text" if args.text is None else str(args.text)
-        yield Opened(session.step, stack, batches, outputs, fresh, source), len(names)
+    return [partial(_open_own, args, folder, name) for name in names]
 
 
-def _hugging_face_checkpoints(args: Inspect, folder: Path) -> Iterator[tuple[Opened, int]]:
-    """Folders of transformers below a folder, in the order of their steps, and how many there are."""
+def _open_own(args: Inspect, folder: Path, name: str) -> Opened:
     import torch
 
-    from topograd.cli.inspect import moved
-    from topograd.cli.probe_model import hugging_face_probe, is_hugging_face
+    from topograd.cli.inspect import moved, probe_batches
+    from topograd.exec.forward import stage_logits
+    from topograd.runs.session import build_stack, open_session
+
+    session = open_session(folder, name)
+    plan, last = session.plan, session.plan.predicting()[-1]
+
+    def outputs(model: Any, inputs: Tensor) -> Tensor:
+        return stage_logits(model, plan, last, inputs)
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(session.config.seed)
+        made: nn.Module = moved(build_stack(session.config)[0].eval(), args.device, args.dtype)
+        return made
+
+    stack, batches = moved(session.stack, args.device, args.dtype), probe_batches(session, args.text)
+    source = "the run's held-out text" if args.text is None else str(args.text)
+    return Opened(session.step, stack, batches, outputs, fresh, source)
+
+
+def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
+    """How to open each folder of transformers below a folder, in the order of their steps."""
+    from topograd.cli.probe_model import is_hugging_face
 
     steps = {_step_of(one): one for one in sorted(folder.glob("*")) if is_hugging_face(one)}
     if not steps:
@@ -133,15 +137,24 @@ def _hugging_face_checkpoints(args: Inspect, folder: Path) -> Iterator[tuple[Ope
             given=str(folder),
             allowed="a run's folder, or one with folders like checkpoint-500, each with a config.json",
         )
-    for step in sorted(steps):
-        probe = hugging_face_probe(steps[step], args.text, args.device, args.dtype)
+    return [partial(_open_hugging_face, args, step, steps[step]) for step in sorted(steps)]
 
-        def fresh(model: Any = probe.model) -> nn.Module:
-            torch.manual_seed(0)
-            made: nn.Module = moved(type(model)(model.config).eval(), args.device, args.dtype)
-            return made
 
-        yield Opened(step, probe.model, probe.batches, probe.outputs, fresh, probe.text), len(steps)
+def _open_hugging_face(args: Inspect, step: int, folder: Path) -> Opened:
+    import torch
+
+    from topograd.cli.inspect import moved
+    from topograd.cli.probe_model import hugging_face_probe
+
+    probe = hugging_face_probe(folder, args.text, args.device, args.dtype)
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        model: Any = probe.model
+        made: nn.Module = moved(type(model)(model.config).eval(), args.device, args.dtype)
+        return made
+
+    return Opened(step, probe.model, probe.batches, probe.outputs, fresh, probe.text)
 
 
 def _step_of(folder: Path) -> int:

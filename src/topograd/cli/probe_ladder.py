@@ -140,7 +140,10 @@ def _own_module(args: Ladder) -> tuple[nn.Module, Any, None]:
         )
     if args.shape is None or not all(part.isdecimal() and int(part) for part in args.shape.split(",")):
         raise ConfigError(
-            setting="shape", given=args.shape, allowed="whole numbers with commas between", remedy="as 4,16"
+            f"--shape is {args.shape or 'not given'}",
+            setting="shape",
+            given=args.shape,
+            allowed="whole numbers with commas between, as 4,16",
         )
     inputs = torch.randn([int(part) for part in args.shape.split(",")], dtype=torch.float64)
     return model.eval(), inputs, None

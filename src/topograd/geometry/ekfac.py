@@ -73,9 +73,9 @@ def eigenbases(
 
     >>> from topograd.geometry.factors import kfac_factors
     >>> _ = torch.manual_seed(0)
-    >>> model, batch = nn.Linear(3, 2), (torch.randn(50, 3), torch.randn(50, 2))
+    >>> model, batch = nn.Sequential(nn.Linear(3, 2)), (torch.randn(50, 3), torch.randn(50, 2))
     >>> factors = kfac_factors(model, batch, "squared-error")
-    >>> eigenbases(model, batch, factors, "squared-error")[""].scales.shape
+    >>> eigenbases(model, batch, factors, "squared-error")["0"].scales.shape
     torch.Size([2, 3])
     """
     turns = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,8 @@ def _heads_of(path: str, module: nn.Module) -> list[Head]:
     return []
 
 
-def _attribute(module: nn.Module, path: str) -> object:
-    found: object = module
+def _attribute(module: nn.Module, path: str) -> Any:
+    found: Any = module
     for word in path.split("."):
         found = getattr(found, word, None)
     return found

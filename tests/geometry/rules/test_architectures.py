@@ -93,9 +93,9 @@ def test_variants_of_attention_have_names_and_limits() -> None:
     assert str(Attention(2, positions="rope-single")).endswith("rope-single")
     assert Attention(1, heads=4, kv_heads=2).dead == {11: 1, 15: 1}
     assert Attention(1, positions="rope").dead == {14: 1, 15: 1}
-    for given in ({"kv_heads": 3, "heads": 4}, {"kv_heads": 2, "heads": 8}):
+    for heads, shared in ((4, 3), (8, 2)):
         with refused(GeometryError, setting="kv_heads"):
-            Attention(2, **given)
+            Attention(2, heads=heads, kv_heads=shared)
     with refused(GeometryError, setting="positions", given="alibi"):
         Attention(2, positions="alibi")
     with refused(GeometryError, setting="attention"):

@@ -92,13 +92,13 @@ class UnclippedNorms:
             handle.remove()
 
 
-def trainer_callback(monitor: EarlyWarning | Guard) -> Any:
+def trainer_callback(watching: EarlyWarning | Guard) -> Any:
     """A `transformers.TrainerCallback` that reads the monitor at every optimizer step.
 
     A `Guard` acts too: a step that is left out has no gradients when the optimizer comes to it.
     """
-    guard = monitor if isinstance(monitor, Guard) else None
-    monitor = monitor.monitor if isinstance(monitor, Guard) else monitor
+    guard = watching if isinstance(watching, Guard) else None
+    monitor = watching.monitor if isinstance(watching, Guard) else watching
     base = _imported("transformers", "TrainerCallback")
 
     class Callback(base):  # type: ignore[misc, valid-type]

@@ -140,7 +140,8 @@ class Guard:
         """Whether to take the step; call it after backward, before gradients are clipped."""
         calm = step - self._last >= CALM
         alarms = tuple(one for one in self.monitor.read(step, loss) if one.signal in ACTING)
-        broken = loss is not None and not math.isfinite(float(loss))
+        number = loss.detach() if isinstance(loss, Tensor) else loss
+        broken = number is not None and not math.isfinite(float(number))
         if not alarms and not broken:
             if calm and self._keeper is not None:
                 self._keeper.keep(step)

@@ -47,17 +47,17 @@ class Powered(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor, size: Tensor) -> Powered:
-        made: Powered = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Powered = Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
         )
         made.value, made.scale = value, size
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Powered(shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
