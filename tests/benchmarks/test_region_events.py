@@ -26,8 +26,7 @@ def test_three_ranks_by_hand(jacobian: float) -> None:
 def test_what_is_handed_on_is_1f1b(ranks: int, count: int) -> None:
     t = replace(TIMES, latency=0.7)
     orders = [pipeline_order("1f1b", p, ranks, count) for p in range(ranks)]
-    work = Work(microbatches=count, message=0.0, machine=Machine(latency=0.7))
-    expected = _both_ways(orders, lambda _, kind: 1.0 if kind == "F" else 2.1, work)
+    expected = _both_ways(orders, lambda _, kind: 1.0 if kind == "F" else 2.1, (0.0, 0.0), 0.7)
     assert region_span(ranks, count, t, None) == pytest.approx(expected)
 
 

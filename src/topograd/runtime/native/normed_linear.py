@@ -31,7 +31,7 @@ class NormedLinear:
         if precision in ("float32", "bfloat16") or inputs < LEAST:
             form = "bfloat16" if precision == "bfloat16" else "float32"
             self._memory = Memory(packed_size(outputs, inputs, form))
-            self._matrix = pack_floats(values, form, self._memory)
+            self._matrix = pack_floats([values], form, self._memory)
         else:
             blocks = quantize_half(values, 8 if precision == "int8" else 4)
             self._memory = Memory(packed_size(outputs, inputs, "int8"))
