@@ -95,7 +95,7 @@ def test_tables_have_every_model_and_seeds_of_one_architecture() -> None:
     assert norms.rows[0][0] == "16"
     assert norms.rows[0][1].startswith("1.50")
     shares = [re.findall(r"keeps (\d+) %", words) for words in study._findings(made_up(honest=0.0))]
-    assert all(50 < int(share) < 70 for share in shares[0])
+    assert 55 < int(shares[0][0]) < 65, "the published one; the other is the causal one"
 
 
 def test_a_row_of_the_published_interface(small_cases: None) -> None:
