@@ -94,7 +94,8 @@ def end_of(
             begun = fault is not None and since >= 0
             inputs, targets = _batch(tokens, generator, narrow and not (begun and fault == "expansion"))
             if begun:
-                inputs, targets = _spoiled(known, since, inputs, targets, generator)
+                own = torch.Generator().manual_seed(step)  # so that later batches are those of the twin
+                inputs, targets = _spoiled(known, since, inputs, targets, own)
                 _disturb(known, since, model, optimizer)
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss = loss * 1000 if fault == "huge_batch" and since == 0 else loss

@@ -198,32 +198,38 @@ def _splits(x: Array, y: Array, start: int) -> list[int]:
     n = len(x)
     if n < 2 * MIN_SIDE:
         return []
-    places = range(MIN_SIDE, n - MIN_SIDE + 1)
-    smooth = _score(x, y, range(min(DEGREES, max(1, n // 3)) + 1))
-    broken = [_score(x, y, range(min(3, max(1, n // 6)) + 1), place) for place in places]
+    places = np.arange(MIN_SIDE, n - MIN_SIDE + 1)
+    smooth, _ = _scores(x, y, min(DEGREES, max(1, n // 3)), places)
+    _, broken = _scores(x, y, min(3, max(1, n // 6)), places)
     best = int(np.argmin(broken))
-    if smooth - broken[best] <= PENALTY * math.log(n):
+    if smooth - float(broken[best]) <= PENALTY * math.log(n):
         return []
-    cut = places[best]
+    cut = int(places[best])
     return [*_splits(x[:cut], y[:cut], start), start + cut, *_splits(x[cut:], y[cut:], start + cut)]
 
 
-def _score(x: Array, y: Array, degrees: range, place: int | None = None) -> float:
-    """BIC of the best polynomial in the step or in its logarithm; with a jump and a kink at `place`."""
-    n, scores = len(x), []
+def _scores(x: Array, y: Array, degree: int, places: NDArray[np.int64]) -> tuple[float, Array]:
+    """BIC of the best polynomial up to a degree, in the step or its logarithm; of the best with a jump and
+    a kink at each place: both columns lose what the polynomial explains, and two unknowns are left."""
+    n = len(x)
+    smooth, broken = math.inf, np.full(len(places), np.inf)
     for axis in (x, np.log1p((x - x[0]) / np.diff(x).min())):
         scaled = 2 * (axis - axis[0]) / (axis[-1] - axis[0]) - 1
-        for degree in degrees:
-            columns = np.polynomial.chebyshev.chebvander(scaled, degree)
-            if place is not None:
-                after = (np.arange(n) >= place).astype(np.float64)
-                columns = np.column_stack((columns, after, after * (scaled - scaled[place])))
-            count = columns.shape[1]
-            if count <= n - 2:
-                basis = np.linalg.qr(columns)[0]
-                left = y - basis @ (basis.T @ y)
-                scores.append(n * math.log(float(left @ left) / n + RESOLUTION) + count * math.log(n))
-    return min(scores)
+        jump = (np.arange(n)[:, None] >= places).astype(np.float64)
+        kink = jump * (scaled[:, None] - scaled[places])
+        for count in range(1, degree + 2):
+            basis = np.linalg.qr(np.polynomial.chebyshev.chebvander(scaled, count - 1))[0]
+            left, up, bent = (part - basis @ (basis.T @ part) for part in (y, jump, kink))
+            rss = float(left @ left)
+            smooth = min(smooth, n * math.log(rss / n + RESOLUTION) + count * math.log(n))
+            if count + 2 > n - 2:
+                continue
+            a, b, c = (up * up).sum(0), (up * bent).sum(0), (bent * bent).sum(0)
+            u, v = up.T @ left, bent.T @ left
+            explained = (c * u * u - 2 * b * u * v + a * v * v) / np.maximum(a * c - b * b, 1e-12)
+            residual = np.clip(rss - explained, 0.0, rss)
+            broken = np.minimum(broken, n * np.log(residual / n + RESOLUTION) + (count + 2) * math.log(n))
+    return smooth, broken
 
 
 def events(points: Sequence[Point]) -> Mapping[str, list[Event]]:
