@@ -51,11 +51,7 @@ def resolve_model(model: Path | str) -> Path:
         return source
     if source.is_file() or (source / "config.json").is_file() or is_peft(source):
         return _converted(source)
-    what = (
-        "it has neither config.toml nor config.json"
-        if source.is_dir()
-        else "it does not exist"
-    )
+    what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
     raise RunError(
         f"there is no model at {source}: {what}",
         setting="model",
