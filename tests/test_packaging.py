@@ -105,7 +105,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Built
 
 
 def test_the_wheel_is_small(built: Built) -> None:
-    assert built.wheel.stat().st_size <= 10_000_000
+    assert built.wheel.stat().st_size <= 10_200_000  # of which the kernels of two instruction sets are 0.1 MB
     reference = "topograd/pretrained/reference/"
     assert not [name for name in built.in_wheel if name.startswith(reference) and name.endswith(".jsonl")]
 

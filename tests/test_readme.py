@@ -14,6 +14,7 @@ import tyro
 
 from papers.reproduction import claims, counts
 from topograd.cli.main import main
+from topograd.pretrained import REFERENCE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -71,7 +72,7 @@ def test_a_command_takes_its_arguments(command: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(tyro, "cli", parse)
     with pytest.raises(_Parsed), contextlib.redirect_stderr(io.StringIO()):
-        main(shlex.split(command))
+        main(shlex.split(command.replace("MODEL", str(REFERENCE))))
 
 
 def test_files_that_commands_name_are_there() -> None:
