@@ -37,6 +37,7 @@ from topograd.decode.model import Model
 from topograd.decode.sequence import Sequence as TokenSequence
 from topograd.errors import ConfigError, DataError, StackError, TopogradError
 from topograd.files import write_atomic
+from topograd.runs.tensor_files import tensors_digest
 
 BLOCK = 64
 """Tokens of a block."""
@@ -191,9 +192,4 @@ def _behind(tensors: Mapping[str, Tensor], skip: int) -> dict[str, Tensor]:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
-    whole = hashlib.sha256()
-    for name in sorted(tensors):
-        each = tensors[name].contiguous()
-        whole.update(f"{name} {each.dtype} {tuple(each.shape)}".encode())
-        whole.update(each.view(torch.uint8).numpy().data)
-    return torch.tensor(list(whole.digest()), dtype=torch.uint8)
+    return torch.tensor(list(bytes.fromhex(tensors_digest(tensors))), dtype=torch.uint8)
