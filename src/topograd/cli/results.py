@@ -38,7 +38,7 @@ def stored_results(run: Run) -> dict[str, Any] | None:
 
 
 def measure_of(results: Mapping[str, Any]) -> str:
-    """What a run's predictions are judged by: bits per byte of text, or accuracy on pictures."""
+    """What a run's predictions are judged by: bits per byte of text, or accuracy on images."""
     return "accuracy" if "accuracy" in results else "bpb"
 
 
@@ -66,7 +66,7 @@ def measured_images(
     most: int | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """The readings of a run on images, on its own held-out pictures or those of another folder."""
+    """The readings of a run on images, on its own held-out images or those of another folder."""
     from topograd.runs.session import heldout_images
     from topograd.training.image_evaluation import evaluate_images
 
