@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, note, number, out, parse, percent, print_json
+from topograd.cli.console import Json, grid, note, number, parse, percent, show
 from topograd.cli.results import POOLINGS, accuracy_text, measure_of, plan_of, results_of
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
@@ -51,10 +51,7 @@ def run(argv: list[str]) -> int:
             f"these runs were trained for {', '.join(map(str, steps))} steps: a gap between them is of the "
             "training's length too"
         )
-    if args.json:
-        print_json(comparison)
-    else:
-        out().print(_table(comparison))
+    show(args.json, comparison, _table)
     return 0
 
 
@@ -105,10 +102,8 @@ def _table(comparison: dict[str, Any]) -> Table:
     best = max if measure == "accuracy" else min
     gap = points if measure == "accuracy" else percent
     title = "accuracy" if measure == "accuracy" else "bits per byte"
-    table = Table(title=f"{title}; the gap is to {comparison['against']}")
-    table.add_column("")
-    for row in rows:
-        table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
+    names = [Path(row["run"]).name for row in rows]
+    table = grid(f"{title}; the gap is to {comparison['against']}", "", *names, overflow="fold")
     cells = {
         "partition": [",".join(map(str, row["partition"])) for row in rows],
         "steps": [f"{row['steps']}{'' if row['finished'] else ', unfinished'}" for row in rows],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from topograd.cli.console import DASH, note, number
+from topograd.cli.console import DASH, grid, note, number
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.topology.branches import path_name
@@ -113,12 +113,10 @@ def readings_table(config: TrainConfig, results: Mapping[str, Any]) -> Table:
     """How well each exit predicts, the whole model, and each pooling of all stages."""
     seconds = results.get("seconds")
     took = f", {seconds:.0f} s" if isinstance(seconds, int | float) else ""
-    table = Table(title=f"{results['run']}: step {results['steps']} of {config.steps}{took}")
-    table.add_column("prediction")
     measure = measure_of(results)
-    shown = accuracy_text if measure == "accuracy" else number
-    for name in (measure if measure == "accuracy" else "BPB", "ECE", "effective rank", "usefulness"):
-        table.add_column(name, justify="right")
+    shown, name = (accuracy_text, measure) if measure == "accuracy" else (number, "BPB")
+    title = f"{results['run']}: step {results['steps']} of {config.steps}{took}"
+    table = grid(title, "prediction", name, "ECE", "effective rank", "usefulness")
     plan = plan_of(config)
     exits = plan.predicting()
     for k, value in enumerate(results[measure]["prefix"]):

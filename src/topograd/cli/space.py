@@ -5,7 +5,6 @@ Only the measured properties of a run do; torch is loaded when they are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, out, parse_one_of, print_json
+from topograd.cli.console import Json, out, pairs, parse_one_of, print_json
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
 from topograd.topology.closed_forms import (
@@ -70,14 +69,8 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meet:
+class Meet(Join):
     """The finest partition that both refine: the boundaries that they share."""
-
-    first: Partition
-    """Layers per stage, as 4,4,4."""
-    second: Partition
-    """Another of as many layers."""
-    json: Json = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +107,7 @@ class Properties:
         check_numbers(self, limit_bytes=BYTES)
 
 
-_QUESTIONS: dict[str, type[Show | Join | Meet | Count | Properties]] = {
+_QUESTIONS: dict[str, type[Show | Join | Count | Properties]] = {
     "show": Show,
     "join": Join,
     "meet": Meet,
@@ -133,15 +126,17 @@ def run(argv: list[str]) -> int:
             chain = chain.with_gradient(delay=args.grad_delay, bits=args.grad_bits)
             answer = describe(chain, configuration, args.microbatches)
             table = _shown(answer)
-        case Join() | Meet():
-            answer = _combine(args)
-            table = _pairs([(name, _written(value)) for name, value in answer.items()])
+        case Join():
+            first, second = Composition.parse(args.first), Composition.parse(args.second)
+            name, result = ("meet", first & second) if isinstance(args, Meet) else ("join", first | second)
+            answer = {"first": list(first.parts), "second": list(second.parts), name: list(result.parts)}
+            table = pairs([(name, _written(value)) for name, value in answer.items()])
         case Count():
             answer = _count(args)
-            table = _pairs([(name, _written(value)) for name, value in answer.items() if value is not None])
+            table = pairs([(name, _written(value)) for name, value in answer.items() if value is not None])
         case Properties():
             answer = _properties(args)
-            table = _pairs(_rows(answer))
+            table = pairs(_rows(answer))
     if args.json:
         print_json(answer)
     else:
@@ -230,12 +225,6 @@ def _measured(args: Properties) -> dict[str, Any]:
     }
 
 
-def _combine(args: Join | Meet) -> dict[str, Any]:
-    first, second = Composition.parse(args.first), Composition.parse(args.second)
-    name, result = ("join", first | second) if isinstance(args, Join) else ("meet", first & second)
-    return {"first": list(first.parts), "second": list(second.parts), name: list(result.parts)}
-
-
 def _count(args: Count) -> dict[str, Any]:
     question = (args.layers, args.stages, args.min_depth)
     return {
@@ -272,7 +261,7 @@ def _shown(answer: dict[str, Any]) -> Table:
         found = answer["neighbours"][name]
         more = f"  and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         rows.append((words, "  ".join(map(_written, found[:_LISTED])) + more or "none"))
-    return _pairs(rows)
+    return pairs(rows)
 
 
 def _rows(answer: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
@@ -297,15 +286,6 @@ def _figure(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
-
-
-def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
 
 
 def _written(value: object) -> str:
