@@ -15,16 +15,7 @@ from rich.table import Table
 from topograd.cli.console import Json, out, pairs, parse_one_of, print_json
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
-from topograd.topology.closed_forms import (
-    activation_layers,
-    closed_forms,
-    gradient_bits,
-    gradient_depth,
-    pipeline_granularity,
-    staleness,
-    stashed_layers,
-    waiting_stages,
-)
+from topograd.topology.closed_forms import closed_forms
 from topograd.topology.composition import Composition, count_compositions
 from topograd.topology.configuration import Configuration, count_configurations
 from topograd.topology.dag import Topology
@@ -33,6 +24,16 @@ from topograd.topology.plan import Plan
 
 Partition = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PARTITION")]
 _LISTED = 12  # neighbours that the table shows
+_SHOWN = {
+    "gradient_depth": "gradient depth, in layers",
+    "activation_layers": "activations held at once, in layers",
+    "pipeline_granularity": "pipeline granularity",
+    "gradient_bits": "bits of gradient back, for each number",
+    "waiting_stages": "stages that wait for gradient in a step",
+    "staleness": "steps until a batch is learned whole",
+    "stashed_layers": "layers whose past weights are kept",
+}
+"""Properties of `space show`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +148,12 @@ def run(argv: list[str]) -> int:
 def describe(topology: Topology, configuration: Configuration, microbatches: int) -> dict[str, Any]:
     """Everything that is known of a configuration, as the chain `topology`, without training it."""
     composition = configuration.composition
-    plan = Plan.of(topology, composition.layers)
+    forms = closed_forms(Plan.of(topology, composition.layers))
     pipeline = (composition.stages, 2 * microbatches)  # slots: a forward and a backward for each micro-batch
+    about = _named(configuration)
+    properties = {name: about.pop(name) for name in ("vocabulary_projections", "capability_region")}
     return {
-        "composition": list(composition.parts),
-        "layers": composition.layers,
-        "stages": composition.stages,
-        "heads": configuration.heads.value,
+        **about,
         "terminals": list(composition.terminals),
         "boundaries": sorted(composition.boundaries),
         "boundary_vector": list(composition.boundary_vector),
@@ -163,15 +163,8 @@ def describe(topology: Topology, configuration: Configuration, microbatches: int
             "moved": [list(c.parts) for c in composition.moves()],
         },
         "properties": {
-            "gradient_depth": gradient_depth(plan),
-            "activation_layers": activation_layers(plan),
-            "pipeline_granularity": pipeline_granularity(plan),
-            "gradient_bits": gradient_bits(plan),
-            "staleness": staleness(plan),
-            "stashed_layers": stashed_layers(plan),
-            "waiting_stages": waiting_stages(plan),
-            "vocabulary_projections": configuration.vocabulary_projections,
-            "capability_region": configuration.in_capability_region(),
+            **{name: forms[name] for name in _SHOWN},
+            **properties,
             "bubble": {
                 "microbatches": microbatches,
                 "backprop": backprop_bubble(*pipeline),
@@ -244,13 +237,7 @@ def _shown(answer: dict[str, Any]) -> Table:
         ("layers, stages", f"{answer['layers']}, {answer['stages']}"),
         ("heads", answer["heads"]),
         ("boundaries after layers", _written(answer["boundaries"])),
-        ("gradient depth, in layers", str(has["gradient_depth"])),
-        ("activations held at once, in layers", str(has["activation_layers"])),
-        ("pipeline granularity", str(has["pipeline_granularity"])),
-        ("bits of gradient back, for each number", str(has["gradient_bits"])),
-        ("stages that wait for gradient in a step", str(has["waiting_stages"])),
-        ("steps until a batch is learned whole", str(has["staleness"])),
-        ("layers whose past weights are kept", str(has["stashed_layers"])),
+        *((words, str(has[name])) for name, words in _SHOWN.items()),
         ("vocabulary projections", str(has["vocabulary_projections"])),
         ("in the capability region", "yes" if has["capability_region"] else "no"),
         (f"idle with {count} micro-batches, backprop", f"{100 * bubble['backprop']:.1f} %"),
