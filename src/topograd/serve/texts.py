@@ -79,7 +79,7 @@ class ServedModel:
 
     def depth(self, params: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
-        name, named = known_id(params["model"], self.name, [self.name])
+        _, named = known_id(params["model"], self.name, [self.name])
         wanted = params.get("depth")
         if wanted is not None and named is not None and wanted != named:
             raise RequestError(
