@@ -32,10 +32,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.func import jacrev, vmap
 
+import clone  # noqa: F401  (for what is not installed)
+from papers.gram_metrics.transport import conjugate_change, materialised_numbers
 from topograd.cli.console import Json, note, number, out, print_json
 from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
-from topograd.fields.transport import conjugate_change, materialised_numbers
 from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers, check_total
 from topograd.memory import peak_bytes
 from topograd.timing import Spread, ratio, take_turns

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from topograd.training.runs import start
 
 settings.load_profile("ci")  # the same examples each time, of any duration
 SIZES = {"vocab_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 
 
@@ -50,6 +52,25 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+def untracked() -> set[str]:
+    """The files of the repository that git neither knows nor ignores; none where there is no git."""
+    listing = ["git", "ls-files", "--others", "--exclude-standard"]
+    try:
+        found = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return set()
+    return set(found.stdout.splitlines())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clean_repository() -> Iterator[None]:
+    """Tests write into folders of their own; files left in the repository are an error of the last one."""
+    before = untracked()
+    yield
+    left = untracked() - before
+    assert not left, f"the tests left files in the repository: {', '.join(sorted(left))}"
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,7 @@ def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
     torch.manual_seed(0)
     names = given(tmp_path) | (hugging_face() if any("gpt2" in block for block in code) else {})
     names["__name__"] = page.stem
+    monkeypatch.chdir(tmp_path)  # for what a page saves
     monkeypatch.setitem(sys.modules, page.stem, ModuleType(page.stem))  # where dataclasses look up names
     for block in code:
         assert not re.search(r"^(from|import) topograd\.|^from topograd import", block, re.MULTILINE), block

@@ -85,7 +85,7 @@ def docstrings(kind: type) -> dict[str, str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError):
         return {}
-    texts: dict[str, str] = {}
+    texts = {name: text for base in reversed(kind.__mro__[1:]) for name, text in docstrings(base).items()}
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     for before, node in pairwise(body):
         match before, node:

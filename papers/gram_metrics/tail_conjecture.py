@@ -52,9 +52,9 @@ from papers.gram_metrics.field_networks import (
     reading_steps,
 )
 from papers.gram_metrics.tails import fit_tail, largest_tail
+from papers.gram_metrics.transport import metric
 from topograd.fields.field_state import State
 from topograd.fields.kernel import kernel
-from topograd.fields.transport import metric
 
 Array = NDArray[np.float64]
 MEASURES = ("alpha", "alpha_quarter", "outlier")

@@ -74,7 +74,9 @@ def test_tables_for_people_and_the_reference_by_default(
 
 def test_the_curve_fits_a_terminal() -> None:
     rules = ["sum-of-bounds", "rival-gain", *(f"flip-rate:{eps}" for eps in EPS)]
-    curve = shown(curve_table({"curve": [NUMBERS | {"rule": rule, "exits": [0.25] * 4} for rule in rules]}))
+    curve = shown(
+        curve_table({"wand": {"curve": [NUMBERS | {"rule": rule, "exits": [0.25] * 4} for rule in rules]}})
+    )
     for rule in rules:
         assert f"│ {rule} " in curve
     assert "…" not in curve

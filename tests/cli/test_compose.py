@@ -1,4 +1,4 @@
-"""`topograd compose`: the nats that it prints are those of the composed plans."""
+"""`topograd specialist compose`: the nats that it prints are those of the composed plans."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from raising import refused
 from tests.oracles.fields import activations, conjugates, masks
 from tests.oracles.ntk import output
 from topograd.errors import FieldError
-from topograd.fields.field_state import crossings, state_of
+from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
 
 Make = Callable[..., Problem]
@@ -71,15 +71,6 @@ def test_a_neuron_at_zero_is_off() -> None:
     state = state_of([torch.tensor([[1.0, -1.0]])], torch.tensor([[2.0, 2.0]]))
     assert state.v[1].item() == 0
     assert not state.a[1].item()
-
-
-def test_crossings_are_counted(make: Make) -> None:
-    problem = make(4, 6, 6)
-    state = state_of(problem.weights, problem.inputs)
-    assert int(crossings(state, state)) == 0
-    other = state_of([-problem.weights[0], problem.weights[1]], problem.inputs)
-    flipped = int((state.a[2] != other.a[2]).sum())
-    assert int(crossings(state, other)) == state.a[1].numel() + flipped
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
 """Which networks are read, and one clear line for each that is not."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from papers.gram_metrics.checks import Problem
 from raising import refused
 from tests.oracles.ntk import output
 from topograd.errors import FieldError
-from topograd.fields.history import evolve
 from topograd.fields.kernel import kernel
-from topograd.fields.network import check_problem, weights_of
+from topograd.fields.network import weights_of
 
 
 def linear(n: int, m: int, bias: bool = False) -> nn.Linear:
@@ -109,31 +105,3 @@ def test_refusals(network: nn.Module | list[Tensor], setting: str, given: object
     with refused(FieldError, setting=setting, given=given) as caught:
         weights_of(network)
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("change", "setting"),
-    [
-        ({"inputs": torch.zeros(0, 3)}, "inputs"),
-        ({"inputs": torch.zeros(2, 4)}, "inputs"),
-        ({"inputs": torch.zeros(3)}, "inputs"),
-        ({"inputs": torch.zeros(2, 3).double()}, "inputs"),
-        ({"targets": torch.zeros(2, 1)}, "targets"),
-        ({"targets": torch.zeros(3)}, "targets"),
-        ({"targets": torch.zeros(2).double()}, "targets"),
-        ({"unseen": torch.zeros(0, 3)}, "unseen"),
-        ({"unseen": torch.zeros(2, 2)}, "unseen"),
-    ],
-)
-def test_bad_problems(change: dict[str, Tensor], setting: str) -> None:
-    good = {"inputs": torch.zeros(2, 3), "targets": torch.zeros(2), "unseen": torch.zeros(1, 3)}
-    weights = [torch.zeros(4, 3)]
-    assert check_problem(weights, **good).shape == (3, 3)
-    with refused(FieldError, setting=setting):
-        check_problem(weights, **{**good, **change})
-
-
-def test_a_run_checks_its_problem(make: Callable[..., Problem]) -> None:
-    problem: Problem = make(3, 4)
-    with refused(FieldError, setting="targets"):
-        next(evolve(problem.weights, problem.inputs, problem.targets[:-1], eta=0.1, steps=1))

@@ -121,7 +121,7 @@ def test_stopped_and_resumed_it_is_the_same(tune: Tune, how: dict[str, Any]) -> 
     one, other = map(load_file, files)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not (cut / "states").exists()
+    assert not (cut / "hidden-states").exists()
 
 
 def test_killed_before_its_first_checkpoint_it_begins_again(

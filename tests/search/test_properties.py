@@ -45,7 +45,7 @@ from topograd.search.utility import capability
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import BitsPerByte, activation_rank, evaluate
+from topograd.training.evaluation import ByPrediction, activation_rank, evaluate
 
 VOCAB, TIME, WIDTH = 12, 16, 16
 
@@ -289,9 +289,9 @@ def test_a_budget_buys_the_best_exit_within_it() -> None:
 
 
 def test_composition_gain_is_over_the_best_stage() -> None:
-    def bpb(stages: list[float], total: float, mean: float) -> BitsPerByte:
+    def bpb(stages: list[float], total: float, mean: float) -> ByPrediction:
         last = stages[-1]
-        return BitsPerByte(
+        return ByPrediction(
             prediction=last, prefix=stages, stages=stages, last=last, sum=total, mean=mean, shrinkage=9.0
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from raising import refused
@@ -67,13 +68,7 @@ def test_kept_states_are_those_of_the_layers(stack: GPT, rows: tuple[Tensor, Ten
     )
     torch.testing.assert_close(h, batch.states[4], rtol=1e-5, atol=1e-6)
     assert seen[-1] == (11, 11)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "layer-2.bin",
-        "layer-4.bin",
-        "lock",
-        "states.json",
-        "tokens.bin",
-    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache.json", "lock", "shard-00000.safetensors"]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2**-8), ("float16", 2**-11)])
@@ -83,7 +78,8 @@ def test_half_precision_rounds_and_no_more(
     kept = compute(tmp_path, stack, rows, dtype=dtype).rows([1, 2]).states[4]
     exact = layer_states(stack, rows[0][[1, 2]], (4,))[4]
     assert ((kept - exact).abs() <= bound * exact.abs() + 1e-6).all()
-    assert (tmp_path / "layer-4.bin").stat().st_size == 11 * 8 * 16 * 2
+    (shard,) = (load_file(path) for path in tmp_path.glob("shard-*"))
+    assert (shard["layer.4"].shape, str(shard["layer.4"].dtype)) == ((11, 8, 16), f"torch.{dtype}")
 
 
 def test_a_step_from_kept_states_is_the_step_from_tokens(rows: tuple[Tensor, Tensor]) -> None:
@@ -145,16 +141,14 @@ def test_a_killed_computation_goes_on_where_it_was(
 
     with pytest.raises(_Killed):
         compute(tmp_path / "cut", stack, rows, batch=2, on_rows=kill)
-    with open(tmp_path / "cut" / "layer-4.bin", "ab") as file:
-        file.write(b"half a row")
+    (tmp_path / "cut" / "shard-00003.safetensors").write_bytes(b"a shard that was not noted")
     with refused(RunError, setting="base", given="c"):
         compute(tmp_path / "cut", stack, rows, base="c", batch=2)
     seen: list[int] = []
     again = compute(tmp_path / "cut", stack, rows, batch=2, on_rows=lambda done, _: seen.append(done))
     assert seen[0] == 8
     assert again.key == whole.key
-    for layer in (2, 4):
-        name = f"layer-{layer}.bin"
+    for name in (f"shard-{number:05d}.safetensors" for number in range(6)):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -169,16 +163,16 @@ def test_a_block_that_was_damaged_before_resuming_is_computed_again(
 
     with pytest.raises(_Killed):
         compute(tmp_path, stack, rows, batch=2, on_rows=kill)
-    file = tmp_path / "layer-2.bin"
+    file = tmp_path / "shard-00001.safetensors"
     content = bytearray(file.read_bytes())
-    content[3 * 8 * 16 * 4] ^= 1  # in the second block
+    content[-1] ^= 1
     file.write_bytes(content)
     seen: list[int] = []
     compute(tmp_path, stack, rows, batch=2, on_rows=lambda done, _: seen.append(done))
     assert seen[0] == 4
 
 
-@pytest.mark.parametrize("name", ["layer-2.bin", "tokens.bin", "states.json"])
+@pytest.mark.parametrize("name", ["shard-00000.safetensors", "cache.json"])
 def test_damage_is_named(stack: GPT, rows: tuple[Tensor, Tensor], tmp_path: Path, name: str) -> None:
     compute(tmp_path, stack, rows)
     file = tmp_path / name

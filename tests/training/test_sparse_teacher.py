@@ -92,7 +92,7 @@ def test_it_goes_on_where_it_was_killed(
 def test_another_teacher_and_a_flipped_bit_are_refused(teacher: Predictor, tmp_path: Path) -> None:
     inputs, targets = rows()
     write_teacher(tmp_path / "t", teacher, inputs, targets, name="x", top=4)
-    with refused(RunError, setting="folder"):
+    with refused(RunError, setting="teacher", given="y"):
         write_teacher(tmp_path / "t", teacher, inputs, targets, name="y", top=4)
     with refused(ConfigError, setting="top", given=0):
         write_teacher(tmp_path / "t", teacher, inputs, targets, name="x", top=0)

@@ -19,11 +19,13 @@ from topograd.cli.console import (
     OptionalModel,
     RuntimeFlag,
     WeightsFlag,
+    grid,
     note,
     number,
     out,
     parse_one_of,
     print_json,
+    show,
 )
 from topograd.decode.settings import DecodeSettings
 from topograd.errors import ConfigError
@@ -80,12 +82,7 @@ def run(argv: list[str]) -> int:
     if isinstance(args, Serve):
         return _serve(session, args)
     results = bench_decode(session, args.settings, args.runtime, args.weights)
-    if args.json:
-        print_json(results)
-    else:
-        console = out()
-        for table in (decode_table(results), curve_table(results["wand"])):
-            console.print(table)
+    show(args.json, results, decode_table, curve_table)
     return 0
 
 
@@ -97,9 +94,8 @@ def _serve(session: LoadedTextRun, args: Serve) -> int:
     if args.json:
         print_json(results)
         return 0
-    table = Table(title=f"{Path(results['run']).name}: {args.settings.clients} clients", title_justify="left")
-    for column in ("depth", "tok/s", "speed", "kept", "ties", "mismatches"):
-        table.add_column(column, justify="left" if column == "depth" else "right")
+    title = f"{Path(results['run']).name}: {args.settings.clients} clients"
+    table = grid(title, "depth", "tok/s", "speed", "kept", "ties", "mismatches")
     table.add_row("full", number(results["full_tokens_per_second"], 0), "1.00", "", "", "")
     table.add_row(
         args.settings.depth,
@@ -126,9 +122,8 @@ def _script(name: str, argv: list[str]) -> int:
 def decode_table(results: Mapping[str, Any]) -> Table:
     """Each way of running the model: speed, agreement, where tokens leave."""
     name = Path(results["run"]).name
-    table = Table(title=f"{name}: ways of running it, {results['threads']} threads", title_justify="left")
-    for column in ("way", "tok/s", "speed", "agrees", "same", "stage", "kept"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    columns = ("way", "tok/s", "speed", "agrees", "same", "stage", "kept")
+    table = grid(f"{name}: ways of running it, {results['threads']} threads", *columns, no_wrap=True)
     table.caption = (
         "tok/s: tokens a second; speed: over full depth; agrees: with full depth, teacher-forced; "
         "same: texts; stage: mean; kept: drafts"
@@ -144,12 +139,12 @@ def decode_table(results: Mapping[str, Any]) -> Table:
     return table
 
 
-def curve_table(wand: Mapping[str, Any]) -> Table:
+def curve_table(results: Mapping[str, Any]) -> Table:
     """Speed against agreement, for every rule."""
-    table = Table(title="Leaving early: speedup against teacher-forced agreement")
-    for name in ("rule", "speed", "agrees", "same", "stage", "leave after each stage"):
-        table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=name == "rule")
-    for point in wand["curve"]:
+    columns = ("rule", "speed", "agrees", "same", "stage", "leave after each stage")
+    table = grid("Leaving early: speedup against teacher-forced agreement", *columns)
+    table.columns[0].no_wrap = True
+    for point in results["wand"]["curve"]:
         table.add_row(
             point["rule"],
             number(point["speedup"], 2),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, note, number, out, parse, percent, print_json
+from topograd.cli.console import Json, grid, note, number, parse, percent, show
 from topograd.cli.results import POOLINGS, accuracy_text, measure_of, plan_of, results_of
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
@@ -51,37 +51,33 @@ def run(argv: list[str]) -> int:
             f"these runs were trained for {', '.join(map(str, steps))} steps: a gap between them is of the "
             "training's length too"
         )
-    if args.json:
-        print_json(comparison)
-    else:
-        out().print(_table(comparison))
+    show(args.json, comparison, _table)
     return 0
 
 
 def compare(runs: list[tuple[TrainConfig, dict[str, Any]]]) -> dict[str, Any]:
-    """One row for each run, and the run that the gaps are against.
-
-    A gap is of bits per byte of what the models predict, in %.
-    """
+    """One row for each run, and the run that the gaps are against."""
     stages = [len(plan_of(config).stages) for config, _ in runs]
     reference = stages.index(1) if 1 in stages else 0
     measure = measure_of(runs[reference][1])
     base = runs[reference][1][measure]["prediction"]
-    row = _row if measure == "bpb" else _image_row
-    rows = [row(config, results, base) for config, results in runs]
+    rows = [_row(config, results, measure, base) for config, results in runs]
     return {"against": rows[reference]["run"], "runs": rows}
 
 
-def _row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str, Any]:
+def _row(config: TrainConfig, results: dict[str, Any], measure: str, base: float) -> dict[str, Any]:
+    """A gap of bits per byte is in %; of accuracy, in points of a hundred, and what is above 0 is better."""
     from topograd.training.gap import gap_percent  # brings torch
 
-    bpb, plan = results["bpb"], plan_of(config)
-    named = {f"prefix {k + 1}": value for k, value in enumerate(bpb["prefix"])}
+    images, values, plan = measure == "accuracy", results[measure], plan_of(config)
+    named = {f"prefix {k + 1}": value for k, value in enumerate(values["prefix"])}
     if len(named) > 1:
-        named |= {how: bpb[how] for how in ("prediction", *POOLINGS)}
-    best = min(named, key=lambda name: named[name])
+        named |= {how: values[how] for how in ("prediction", *POOLINGS)}
+    best = (max if images else min)(named, key=lambda name: named[name])
+    compared = {"prediction": values["prediction"], "last": values["last"], "best": named[best]}
     return {
         "run": results["run"],
+        **({"model": getattr(config.model, "network", config.model.kind)} if images else {}),
         "partition": [len(planned.layers) for planned in plan.stages],
         "graph": config.topology.graph,
         "heads": config.topology.heads,
@@ -89,39 +85,11 @@ def _row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str,
         "steps": results["steps"],
         "finished": results.get("finished"),
         "seconds": results.get("seconds"),
-        "bpb": bpb,
-        "best": {"prediction": best, "bpb": named[best]},
+        measure: values,
+        "best": {"prediction": best, measure: named[best]},
         "gap": {
-            "prediction": gap_percent(bpb["prediction"], base),
-            "last": gap_percent(bpb["last"], base),
-            "best": gap_percent(named[best], base),
-        },
-    }
-
-
-def _image_row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str, Any]:
-    """A run on images; a gap is of accuracy, in points of a hundred, and what is above 0 is better."""
-    accuracy, plan = results["accuracy"], plan_of(config)
-    named = {f"prefix {k + 1}": value for k, value in enumerate(accuracy["prefix"])}
-    if len(named) > 1:
-        named |= {how: accuracy[how] for how in ("prediction", *POOLINGS)}
-    best = max(named, key=lambda name: named[name])
-    return {
-        "run": results["run"],
-        "model": getattr(config.model, "network", config.model.kind),
-        "partition": [len(planned.layers) for planned in plan.stages],
-        "graph": config.topology.graph,
-        "heads": config.topology.heads,
-        "predicts_by": plan.prediction.kind,
-        "steps": results["steps"],
-        "finished": results.get("finished"),
-        "seconds": results.get("seconds"),
-        "accuracy": accuracy,
-        "best": {"prediction": best, "accuracy": named[best]},
-        "gap": {
-            "prediction": 100 * (accuracy["prediction"] - base),
-            "last": 100 * (accuracy["last"] - base),
-            "best": 100 * (named[best] - base),
+            name: 100 * (value - base) if images else gap_percent(value, base)
+            for name, value in compared.items()
         },
     }
 
@@ -134,10 +102,8 @@ def _table(comparison: dict[str, Any]) -> Table:
     best = max if measure == "accuracy" else min
     gap = points if measure == "accuracy" else percent
     title = "accuracy" if measure == "accuracy" else "bits per byte"
-    table = Table(title=f"{title}; the gap is to {comparison['against']}")
-    table.add_column("")
-    for row in rows:
-        table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
+    names = [Path(row["run"]).name for row in rows]
+    table = grid(f"{title}; the gap is to {comparison['against']}", "", *names, overflow="fold")
     cells = {
         "partition": [",".join(map(str, row["partition"])) for row in rows],
         "steps": [f"{row['steps']}{'' if row['finished'] else ', unfinished'}" for row in rows],

@@ -10,13 +10,14 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
 from topograd.cli.flags import COMPLETE, HELP, Flag, check, completions, flags_of, help_text, name_flag
 from topograd.errors import ConfigError, RunError, TopogradError
@@ -156,6 +157,35 @@ def note_runtime(model: Model) -> None:
 def out() -> Console:
     """Where tables for people go; a name with brackets is a name, not a style."""
     return Console(highlight=False, markup=False)
+
+
+def show(as_json: bool, answer: Mapping[str, Any], *tables: Callable[[Any], Table]) -> None:
+    """An answer as one JSON object, or as tables."""
+    if as_json:
+        print_json(answer)
+        return
+    console = out()
+    for table in tables:
+        console.print(table(answer))
+
+
+def grid(title: str, *columns: str, left: Collection[str] = (), **options: Any) -> Table:
+    """An empty table with numbers in its columns, but for the first and those of `left`."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        words = column == columns[0] or column in left
+        table.add_column(column, justify="left" if words else "right", **options)
+    return table
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and values, without a header."""
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
 
 
 def number(value: object, digits: int = 4) -> str:

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topograd.cli.bench import decode_table
-from topograd.cli.console import note, number, percent
+from topograd.cli.console import grid, note, number, percent
 from topograd.cli.generate import DRAFTERS
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.progress import trainings_progress
@@ -325,10 +325,7 @@ def show_results(
 def summary_table(results: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> Table:
     """Everything that was measured of the two runs, in one table."""
     reference = results["backprop"]["bpb"]["prediction"]
-    table = Table(title="Bits per byte of held-out text: lower is better")
-    table.add_column("prediction")
-    table.add_column("BPB", justify="right")
-    table.add_column("against backprop", justify="right")
+    table = grid("Bits per byte of held-out text: lower is better", "prediction", "BPB", "against backprop")
     table.add_row("backprop", number(reference), "")
     staged = results["staged"]["bpb"]
     for k, bpb in enumerate(staged["prefix"]):

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from rich.table import Table
 
-from topograd.cli.console import DASH, Json, note, out, parse, print_json
+from topograd.cli.console import DASH, Json, note, pairs, parse, show
 from topograd.errors import ConfigError
 
 P = ParamSpec("P")
@@ -59,10 +59,7 @@ def run(argv: list[str]) -> int:
     """Look at everything, print it, return the exit code."""
     args = parse(Doctor, argv, "doctor")
     found = examine()
-    if args.json:
-        print_json(found)
-    else:
-        out().print(doctor_table(found))
+    show(args.json, found, doctor_table)
     for problem in found["problems"]:
         note(problem)
     return 2 if found["problems"] else 0
@@ -78,7 +75,7 @@ def examine() -> dict[str, Any]:
         "topograd": _or_none(importlib.metadata.version, PACKAGE),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpus": _cpus(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "torch": _torch(problems),
         "runtime": _or_none(_runtime),
         "native": _or_none(_native),
@@ -216,11 +213,6 @@ def _reference(problems: list[str]) -> dict[str, Any]:
         return {"opens": False, "step": None}
 
 
-def _cpus() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _or_none(ask: Callable[P, T], *args: P.args, **more: P.kwargs) -> T | None:
     """What a question gives, or None whatever goes wrong: metadata on a disk may be anything."""
     try:
@@ -236,9 +228,7 @@ def _said(problem: Exception) -> str:
 
 def doctor_table(found: Mapping[str, Any]) -> Table:
     """What was found, for a person."""
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = pairs([])
     torch, cache, disk = found["torch"], found["cache"], found["disk"]
     table.add_row("topograd", found["topograd"] or "not installed as a package")
     table.add_row("python", found["python"])

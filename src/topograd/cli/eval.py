@@ -30,13 +30,13 @@ class Eval:
     model: ModelArgument
     data: Path | None = None
     """Other text to read: a file, a JSONL file or a folder of them, all of it. Of a run on images: other
-    pictures."""
+    images."""
     from_: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """The checkpoint to measure, instead of the newest."""
     bytes: int | None = None
     """Read at most this much of the text, spaced evenly over it."""
     images: int | None = None
-    """Of a run on images: read at most so many pictures, spaced evenly."""
+    """Of a run on images: read at most so many images, spaced evenly."""
     weights: WeightsFlag = "float32"
     keep_weights: tyro.conf.FlagCreatePairsOff[bool] = False
     """Keep the int8 or int4 weights beside the run: they need not be made at every start then."""

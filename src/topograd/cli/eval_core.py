@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, note, number, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, grid, note, number, out, parse, print_json
 from topograd.cli.score import depth_names, scored_model
 from topograd.files import write_json
 from topograd.limits import REPEATS, check_numbers
@@ -139,11 +139,8 @@ def _show(answer: Mapping[str, Any]) -> None:
 def core_table(answer: Mapping[str, Any]) -> Table:
     """Accuracy and its interval by task and depth, and the centred mean."""
     limit = "" if answer["limit"] is None else f", at most {answer['limit']} items each"
-    table = Table(title=f"{answer['run']}: {answer['name']}, baselines {answer['baselines']}{limit}")
-    for name in ("task", "shots", "items"):
-        table.add_column(name, justify="left" if name == "task" else "right")
-    for name in answer["depths"]:
-        table.add_column(name, justify="right")
+    title = f"{answer['run']}: {answer['name']}, baselines {answer['baselines']}{limit}"
+    table = grid(title, "task", "shots", "items", *answer["depths"])
     for label, task in answer["tasks"].items():
         cells = [_cell(x, pair) for x, pair in zip(task["accuracy"], task["interval"], strict=True)]
         table.add_row(label, str(task["shots"]), str(task["items"]), *cells)
@@ -155,9 +152,8 @@ def core_table(answer: Mapping[str, Any]) -> Table:
 
 def polarisation_table(found: Mapping[str, Any]) -> Table:
     """What is won and lost against another run."""
-    table = Table(title=f"against {found['against']}")
-    for name in ("task", "group", "accuracy", "other", "difference", "verdict", "the paper's word"):
-        table.add_column(name)
+    columns = ("task", "group", "accuracy", "other", "difference", "verdict", "the paper's word")
+    table = grid(f"against {found['against']}", *columns, left=columns)
     for row in found["tasks"]:
         change = _cell(row["difference"], row["interval"])
         accuracies = (number(row["accuracy"], 3), number(row["other"], 3))

@@ -73,7 +73,8 @@ def _specialist(args: Report) -> int:
     adapter, records = open_specialist(args.folder), training_records(args.folder)
     if not records:
         raise ConfigError(
-            f"{args.folder} was not trained yet, so there is nothing to report", remedy="topograd finetune"
+            f"{args.folder} was not trained yet, so there is nothing to report",
+            remedy="topograd specialist finetune",
         )
     name, base = args.folder.resolve().name, adapter.base.folder.name
     page = write_specialist_report(args.folder / "report.html", name, adapter.settings, base, records)
@@ -85,7 +86,7 @@ def _specialist(args: Report) -> int:
 
 
 def _images(args: Report) -> int:
-    """The report of a run on images, with pictures that its stages get right and wrong."""
+    """The report of a run on images, with images that its stages get right and wrong."""
     from topograd.report.images import write_image_report
     from topograd.runs.session import open_run
     from topograd.training.image_evaluation import examples

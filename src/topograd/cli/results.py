@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from topograd.cli.console import DASH, note, number
+from topograd.cli.console import DASH, grid, note, number
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.topology.branches import path_name
@@ -38,7 +38,7 @@ def stored_results(run: Run) -> dict[str, Any] | None:
 
 
 def measure_of(results: Mapping[str, Any]) -> str:
-    """What a run's predictions are judged by: bits per byte of text, or accuracy on pictures."""
+    """What a run's predictions are judged by: bits per byte of text, or accuracy on images."""
     return "accuracy" if "accuracy" in results else "bpb"
 
 
@@ -66,7 +66,7 @@ def measured_images(
     most: int | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """The readings of a run on images, on its own held-out pictures or those of another folder."""
+    """The readings of a run on images, on its own held-out images or those of another folder."""
     from topograd.runs.session import heldout_images
     from topograd.training.image_evaluation import evaluate_images
 
@@ -113,12 +113,10 @@ def readings_table(config: TrainConfig, results: Mapping[str, Any]) -> Table:
     """How well each exit predicts, the whole model, and each pooling of all stages."""
     seconds = results.get("seconds")
     took = f", {seconds:.0f} s" if isinstance(seconds, int | float) else ""
-    table = Table(title=f"{results['run']}: step {results['steps']} of {config.steps}{took}")
-    table.add_column("prediction")
     measure = measure_of(results)
-    shown = accuracy_text if measure == "accuracy" else number
-    for name in (measure if measure == "accuracy" else "BPB", "ECE", "effective rank", "usefulness"):
-        table.add_column(name, justify="right")
+    shown, name = (accuracy_text, measure) if measure == "accuracy" else (number, "BPB")
+    title = f"{results['run']}: step {results['steps']} of {config.steps}{took}"
+    table = grid(title, "prediction", name, "ECE", "effective rank", "usefulness")
     plan = plan_of(config)
     exits = plan.predicting()
     for k, value in enumerate(results[measure]["prefix"]):

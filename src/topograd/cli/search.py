@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from topograd.cli.console import COMPLETE, HELP, Json, make_folder, note, out, parse_one_of, print_json
+from topograd.cli.console import COMPLETE, HELP, Json, make_folder, note, parse_one_of, show
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.runs.config import TrainConfig, preset
@@ -286,10 +286,7 @@ def run(argv: list[str]) -> int:
             answer, table = _pareto(args), tables.pareto_table
         case Choose():
             answer, table = _choose(args), tables.choice_table
-    if args.json:
-        print_json(answer)
-    else:
-        out().print(table(answer))
+    show(args.json, answer, table)
     return code
 
 
@@ -420,16 +417,16 @@ def _pareto(args: Pareto) -> dict[str, Any]:
     make_folder(args.out)
     base = hashlib.sha256(dump_json(config.as_dict()).encode()).hexdigest()
     train = as_runs(config, list(objectives))
-    found = explore(space, objectives, train, args.out, args.study, _say, base)
+
+    def on_trial(tried: Tried) -> None:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in tried.values.items())
+        note(f"trial {tried.number}: {tried.candidate.key}, {tried.state} at step {tried.steps}: {values}")
+
+    found = explore(space, objectives, train, args.out, args.study, on_trial, base)
     record = {"trials": [_row(tried) for tried in found], "objectives": objectives, "space": space.size}
     page = write_pareto(args.out / "pareto.html", record)
     note(f"page: {page.resolve()}")
     return {**record, "page": str(page)}
-
-
-def _say(tried: Tried) -> None:
-    values = ", ".join(f"{name} {value:.4g}" for name, value in tried.values.items())
-    note(f"trial {tried.number}: {tried.candidate.key}, {tried.state} at step {tried.steps}: {values}")
 
 
 def _row(tried: Tried) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from topograd.cli.console import DASH, number
+from topograd.cli.console import DASH, grid, number, pairs
 
 Answer = Mapping[str, Any]
 
 
 def dp_table(answer: Answer) -> Table:
-    return _pairs([("partition", _written(answer["partition"])), ("cost", f"{answer['cost']:g}")])
+    return pairs([("partition", _written(answer["partition"])), ("cost", f"{answer['cost']:g}")])
 
 
 def soft_table(answer: Answer) -> Table:
@@ -26,14 +26,13 @@ def soft_table(answer: Answer) -> Table:
         ("expected boundaries", number(answer["expected_boundaries"], 2)),
         ("BPB of what the model predicts", number(answer["bpb"]["prediction"], 3)),
     ]
-    return _pairs(rows)
+    return pairs(rows)
 
 
 def surgery_table(answer: Answer) -> Table:
     bpb = number(answer["bpb"]["prediction"], 3)
-    table = Table(title=f"{answer['run']}: partition {_written(answer['partition'])}, BPB {bpb}")
-    for column in ("step", "before", "after", "J", "gain"):
-        table.add_column(column, justify="left" if column in ("before", "after") else "right")
+    title = f"{answer['run']}: partition {_written(answer['partition'])}, BPB {bpb}"
+    table = grid(title, "step", "before", "after", "J", "gain", left=("before", "after"))
     for done in answer["operations"]:
         after = _written(done["after"]) if done["after"] != done["before"] else "as it is"
         words = (_written(done["before"]), after, number(done["utility"]), number(done["gain"]))
@@ -43,9 +42,8 @@ def surgery_table(answer: Answer) -> Table:
 
 def pareto_table(answer: Answer) -> Table:
     names = list(answer["objectives"])
-    table = Table(title=f"{len(answer['trials'])} of {answer['space']}", title_justify="left")
-    for column in ("partition", "settings", "steps", *names, "front"):
-        table.add_column(column, justify="left" if column in ("partition", "settings") else "right")
+    title = f"{len(answer['trials'])} of {answer['space']}"
+    table = grid(title, "partition", "settings", "steps", *names, "front", left=("settings",))
     for row in answer["trials"]:
         values = [number(row["values"].get(name), 3) for name in names]
         settings = " ".join(row["settings"].values())
@@ -57,11 +55,8 @@ def pareto_table(answer: Answer) -> Table:
 def choice_table(answer: Answer) -> Table:
     """A column for each run, the best first: there are more readings than runs."""
     rows, weights = answer["runs"], answer["weights"]
-    table = Table(title=f"J for {answer['deployment']}; less is better", title_justify="left")
-    table.add_column("")
-    table.add_column("weight", justify="right")
-    for row in rows:
-        table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
+    names = [Path(row["run"]).name for row in rows]
+    table = grid(f"J for {answer['deployment']}; less is better", "", "weight", *names, overflow="fold")
     table.add_row("partition", "", *(_written(row["partition"]) for row in rows))
     table.add_row("J", "", *(number(row["utility"]) for row in rows))
     for name in rows[0]["terms"]:
@@ -79,13 +74,6 @@ def _figure(value: object) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_figure, value))
     return f"{value:.4g}" if isinstance(value, float) else DASH if value is None else str(value)
-
-
-def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(show_header=False)
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
 
 
 def _written(parts: Sequence[int]) -> str:

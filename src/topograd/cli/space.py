@@ -5,7 +5,6 @@ Only the measured properties of a run do; torch is loaded when they are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,19 +12,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, out, parse_one_of, print_json
+from topograd.cli.console import Json, out, pairs, parse_one_of, print_json
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
-from topograd.topology.closed_forms import (
-    activation_layers,
-    closed_forms,
-    gradient_bits,
-    gradient_depth,
-    pipeline_granularity,
-    staleness,
-    stashed_layers,
-    waiting_stages,
-)
+from topograd.topology.closed_forms import closed_forms
 from topograd.topology.composition import Composition, count_compositions
 from topograd.topology.configuration import Configuration, count_configurations
 from topograd.topology.dag import Topology
@@ -34,6 +24,16 @@ from topograd.topology.plan import Plan
 
 Partition = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PARTITION")]
 _LISTED = 12  # neighbours that the table shows
+_SHOWN = {
+    "gradient_depth": "gradient depth, in layers",
+    "activation_layers": "activations held at once, in layers",
+    "pipeline_granularity": "pipeline granularity",
+    "gradient_bits": "bits of gradient back, for each number",
+    "waiting_stages": "stages that wait for gradient in a step",
+    "staleness": "steps until a batch is learned whole",
+    "stashed_layers": "layers whose past weights are kept",
+}
+"""Properties of `space show`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +70,8 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meet:
+class Meet(Join):
     """The finest partition that both refine: the boundaries that they share."""
-
-    first: Partition
-    """Layers per stage, as 4,4,4."""
-    second: Partition
-    """Another of as many layers."""
-    json: Json = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +108,7 @@ class Properties:
         check_numbers(self, limit_bytes=BYTES)
 
 
-_QUESTIONS: dict[str, type[Show | Join | Meet | Count | Properties]] = {
+_QUESTIONS: dict[str, type[Show | Join | Count | Properties]] = {
     "show": Show,
     "join": Join,
     "meet": Meet,
@@ -133,15 +127,17 @@ def run(argv: list[str]) -> int:
             chain = chain.with_gradient(delay=args.grad_delay, bits=args.grad_bits)
             answer = describe(chain, configuration, args.microbatches)
             table = _shown(answer)
-        case Join() | Meet():
-            answer = _combine(args)
-            table = _pairs([(name, _written(value)) for name, value in answer.items()])
+        case Join():
+            first, second = Composition.parse(args.first), Composition.parse(args.second)
+            name, result = ("meet", first & second) if isinstance(args, Meet) else ("join", first | second)
+            answer = {"first": list(first.parts), "second": list(second.parts), name: list(result.parts)}
+            table = pairs([(name, _written(value)) for name, value in answer.items()])
         case Count():
             answer = _count(args)
-            table = _pairs([(name, _written(value)) for name, value in answer.items() if value is not None])
+            table = pairs([(name, _written(value)) for name, value in answer.items() if value is not None])
         case Properties():
             answer = _properties(args)
-            table = _pairs(_rows(answer))
+            table = pairs(_rows(answer))
     if args.json:
         print_json(answer)
     else:
@@ -152,13 +148,12 @@ def run(argv: list[str]) -> int:
 def describe(topology: Topology, configuration: Configuration, microbatches: int) -> dict[str, Any]:
     """Everything that is known of a configuration, as the chain `topology`, without training it."""
     composition = configuration.composition
-    plan = Plan.of(topology, composition.layers)
+    forms = closed_forms(Plan.of(topology, composition.layers))
     pipeline = (composition.stages, 2 * microbatches)  # slots: a forward and a backward for each micro-batch
+    about = _named(configuration)
+    properties = {name: about.pop(name) for name in ("vocabulary_projections", "capability_region")}
     return {
-        "composition": list(composition.parts),
-        "layers": composition.layers,
-        "stages": composition.stages,
-        "heads": configuration.heads.value,
+        **about,
         "terminals": list(composition.terminals),
         "boundaries": sorted(composition.boundaries),
         "boundary_vector": list(composition.boundary_vector),
@@ -168,15 +163,8 @@ def describe(topology: Topology, configuration: Configuration, microbatches: int
             "moved": [list(c.parts) for c in composition.moves()],
         },
         "properties": {
-            "gradient_depth": gradient_depth(plan),
-            "activation_layers": activation_layers(plan),
-            "pipeline_granularity": pipeline_granularity(plan),
-            "gradient_bits": gradient_bits(plan),
-            "staleness": staleness(plan),
-            "stashed_layers": stashed_layers(plan),
-            "waiting_stages": waiting_stages(plan),
-            "vocabulary_projections": configuration.vocabulary_projections,
-            "capability_region": configuration.in_capability_region(),
+            **{name: forms[name] for name in _SHOWN},
+            **properties,
             "bubble": {
                 "microbatches": microbatches,
                 "backprop": backprop_bubble(*pipeline),
@@ -230,12 +218,6 @@ def _measured(args: Properties) -> dict[str, Any]:
     }
 
 
-def _combine(args: Join | Meet) -> dict[str, Any]:
-    first, second = Composition.parse(args.first), Composition.parse(args.second)
-    name, result = ("join", first | second) if isinstance(args, Join) else ("meet", first & second)
-    return {"first": list(first.parts), "second": list(second.parts), name: list(result.parts)}
-
-
 def _count(args: Count) -> dict[str, Any]:
     question = (args.layers, args.stages, args.min_depth)
     return {
@@ -255,13 +237,7 @@ def _shown(answer: dict[str, Any]) -> Table:
         ("layers, stages", f"{answer['layers']}, {answer['stages']}"),
         ("heads", answer["heads"]),
         ("boundaries after layers", _written(answer["boundaries"])),
-        ("gradient depth, in layers", str(has["gradient_depth"])),
-        ("activations held at once, in layers", str(has["activation_layers"])),
-        ("pipeline granularity", str(has["pipeline_granularity"])),
-        ("bits of gradient back, for each number", str(has["gradient_bits"])),
-        ("stages that wait for gradient in a step", str(has["waiting_stages"])),
-        ("steps until a batch is learned whole", str(has["staleness"])),
-        ("layers whose past weights are kept", str(has["stashed_layers"])),
+        *((words, str(has[name])) for name, words in _SHOWN.items()),
         ("vocabulary projections", str(has["vocabulary_projections"])),
         ("in the capability region", "yes" if has["capability_region"] else "no"),
         (f"idle with {count} micro-batches, backprop", f"{100 * bubble['backprop']:.1f} %"),
@@ -272,7 +248,7 @@ def _shown(answer: dict[str, Any]) -> Table:
         found = answer["neighbours"][name]
         more = f"  and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         rows.append((words, "  ".join(map(_written, found[:_LISTED])) + more or "none"))
-    return _pairs(rows)
+    return pairs(rows)
 
 
 def _rows(answer: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
@@ -297,15 +273,6 @@ def _figure(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
-
-
-def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
 
 
 def _written(value: object) -> str:

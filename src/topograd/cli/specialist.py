@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, note, number, out, parse_one_of, print_json
+from topograd.cli.console import Json, grid, note, number, out, parse_one_of, print_json, show
 from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError, RunError
 from topograd.limits import DEPTH, SEED, SIZE, check_numbers
@@ -128,10 +128,7 @@ def _finetune(args: Finetune) -> int:
     began = trainer.step
     with training_progress(args.folder.name) as on_step:
         result = trainer.train(args.stop_after, on_step, counted("rows of the base's hidden states"))
-    if args.json:
-        print_json(result)
-    else:
-        out().print(preservation_table(result))
+    show(args.json, result, preservation_table)
     if not result["base_bit_identical"]:
         return 1
     again = f"topograd specialist finetune {shlex.quote(str(args.folder))} --resume"
@@ -154,14 +151,9 @@ def _check_finetune(args: Finetune) -> None:
 def preservation_table(result: Mapping[str, Any]) -> Table:
     """The base and the specialist at every checkpoint."""
     title = f"{result['specialist']}: step {result['steps']}, loss {number(result['loss'], 3)}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("step", justify="right")
-    for name in ("base Δ logit", "base BPB", "base questions", "BPB with it", "questions with it"):
-        table.add_column(name, justify="right")
     tasks = list(result["base_tasks"])
-    for name in tasks:
-        table.add_column(f"base {name}", justify="right")
-        table.add_column(f"{name} with it", justify="right")
+    columns = ("step", "base Δ logit", "base BPB", "base questions", "BPB with it", "questions with it")
+    table = grid(title, *columns, *(text for name in tasks for text in (f"base {name}", f"{name} with it")))
     for row in result["preservation"]:
         table.add_row(
             str(row["step"]),
@@ -213,19 +205,13 @@ def _compose(args: Compose) -> int:
         texts[str(path)] = inputs[: args.rows], targets[: args.rows]
     found = interference(attached, texts, default_compositions(attached, model.weights), args.pool)
     answer = {"run": str(args.folder), "specialists": model.weights, "pool": args.pool, "texts": found}
-    if args.json:
-        print_json(answer)
-    else:
-        out().print(compositions_table(answer))
+    show(args.json, answer, compositions_table)
     return 0
 
 
 def compositions_table(answer: Mapping[str, Any]) -> Table:
     """A row for each text, a column for each composition."""
-    table = Table(title="nats a token", title_justify="left")
-    table.add_column("text", overflow="fold")
-    for name in answer["texts"][0]["nats"]:
-        table.add_column(name, justify="right", overflow="fold")
+    table = grid("nats a token", "text", *answer["texts"][0]["nats"], overflow="fold")
     for row in answer["texts"]:
         table.add_row(row["text"], *(number(value) for value in row["nats"].values()))
     return table
@@ -283,21 +269,16 @@ def _route(args: Route) -> int:
         save_router(args.out, pool.attached, adapters, router, found)
         shutil.rmtree(work)
         answer |= {"specialists": list(adapters), **found}
-    if args.json:
-        print_json(answer)
-    elif args.prompt is not None:
+    if args.prompt is not None and not args.json:
         print(", ".join(answer["specialists"]) or "base")
     else:
-        out().print(regret_table(answer))
+        show(args.json, answer, regret_table)
     return 0
 
 
 def regret_table(answer: Mapping[str, Any]) -> Table:
     """The router beside the oracle and beside always the same choice."""
-    title = f"nats a token on {answer['rows']} rows that were not trained on"
-    table = Table(title=title, title_justify="left")
-    for column in ("choice", "nats"):
-        table.add_column(column, justify="right" if column == "nats" else "left")
+    table = grid(f"nats a token on {answer['rows']} rows that were not trained on", "choice", "nats")
     table.add_row("oracle", number(answer["oracle"]))
     table.add_row("router", number(answer["router"]))
     for name, value in answer["always"].items():
@@ -363,23 +344,16 @@ def _align(args: Align) -> int:
     return 0
 
 
-_COMMANDS: dict[str, type] = {
-    "attach": Attach,
-    "finetune": Finetune,
-    "compose": Compose,
-    "route": Route,
-    "align": Align,
+_COMMANDS: dict[type, Callable[[Any], int]] = {
+    Attach: _attach,
+    Finetune: _finetune,
+    Compose: _compose,
+    Route: _route,
+    Align: _align,
 }
 
 
 def run(argv: list[str]) -> int:
     """Run one command of the group and return the exit code."""
-    args: Any = parse_one_of(_COMMANDS, argv, "specialist")
-    work: dict[type, Callable[[Any], int]] = {
-        Attach: _attach,
-        Finetune: _finetune,
-        Compose: _compose,
-        Route: _route,
-        Align: _align,
-    }
-    return work[type(args)](args)
+    args: Any = parse_one_of({kind.__name__.lower(): kind for kind in _COMMANDS}, argv, "specialist")
+    return _COMMANDS[type(args)](args)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -218,15 +218,8 @@ def fresh_folder(name: str, config: TrainConfig) -> Path:
     stages = config.build_topology().stages
     parts = "-".join(str(stage.stop - stage.start) for stage in stages)
     base = f"{name}-{parts if len(parts) <= 60 else f'{len(stages)}-stages'}-s{config.seed}"
-    return next(folder for folder in _numbered(Path("runs") / base) if not folder.exists())
-
-
-def _numbered(folder: Path) -> Iterator[Path]:
-    yield folder
-    number = 2
-    while True:
-        yield folder.with_name(f"{folder.name}-{number}")
-        number += 1
+    numbered = (Path("runs") / (base if number == 1 else f"{base}-{number}") for number in count(1))
+    return next(folder for folder in numbered if not folder.exists())
 
 
 def finished(args: Train) -> tuple[TrainConfig, dict[str, Any]] | None:

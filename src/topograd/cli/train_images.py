@@ -1,4 +1,4 @@
-"""The flags of `topograd train --task images`: a network on pictures instead of a model of text.
+"""The flags of `topograd train --task images`: a network on images instead of a model of text.
 
 Networks have other settings than models of text (--model names one, where --model.layers is a setting of the
 other), so the two tasks have flags of their own, made from a dataclass each, and the same settings, trainer
@@ -24,7 +24,7 @@ _NETWORK = ("widths", "depth", "activation", "patch", "heads", "eval_images")
 
 
 def image_optimizer() -> OptimizerConfig:
-    """AdamW at one rate for everything, which falls to nothing: what networks on pictures are trained
+    """AdamW at one rate for everything, which falls to nothing: what networks on images are trained
     with."""
     return OptimizerConfig(
         name="adamw",
@@ -39,7 +39,7 @@ def image_optimizer() -> OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainImages:
-    """Train a network on pictures: --data names a folder of IDX or CIFAR binary files, or is the word digits.
+    """Train a network on images: --data names a folder of IDX or CIFAR binary files, or is the word digits.
 
     `topograd train --resume DIR` continues a run of any task. Objectives, relays and topologies are those of
     every run; --objective forward-forward goes with --model forward-forward.
@@ -60,7 +60,7 @@ class TrainImages:
     activation: Activation = "relu"
     """Of an mlp: relu, sigmoid, or log-odds (the sigmoid's derivative is left out of the gradient)."""
     patch: int | None = None
-    """Side of a vit's patches; a quarter of the picture by default."""
+    """Side of a vit's patches; a quarter of the image by default."""
     heads: int = 4
     """Heads of a vit's attention."""
     out: Path | None = None
@@ -75,17 +75,17 @@ class TrainImages:
     steps: int = 2000
     """Length of the schedule."""
     batch: int = 128
-    """ImageSet in a step."""
+    """Images in a step."""
     accumulate: int = 1
     """Batches whose gradients add up before a step."""
     batch_parts: int = 1
     """Equal parts in which a batch is run one after another: less memory, the gradient of the whole batch."""
     seed: int = 0
-    """Of the weights and of the order of the pictures."""
+    """Of the weights and of the order of the images."""
     eval_every: int = 500
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_images: int = 10_000
-    """Held-out pictures that an evaluation reads."""
+    """Held-out images that an evaluation reads."""
     save_every: int = 500
     """Steps between checkpoints; 0 saves only at the end."""
     save_seconds: float = 600.0
@@ -104,7 +104,7 @@ class TrainImages:
     """The optimizers and their rates."""
 
     def settings(self) -> TrainConfig:
-        """The settings of the run; sizes and classes are those of the pictures once they are read."""
+        """The settings of the run; sizes and classes are those of the images once they are read."""
         shared = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(self)} - {"model"}
         network = ImageConfig(network=self.model, **{name: getattr(self, name) for name in _NETWORK})
         return TrainConfig(model=network, **{name: getattr(self, name) for name in shared})

@@ -121,9 +121,3 @@ def run(inputs: Tensor, depth: int, push: Product, pull: Product) -> State:
         b[layer] = pull(layer + 1, z[layer + 1])
         z[layer] = a[layer] * b[layer]
     return State(u, v, a, b, z)
-
-
-def crossings(before: State, after: State) -> Tensor:
-    """How many entries of the masks changed, over all layers and rows; a tensor without dimensions."""
-    changed = [(before.a[layer] != after.a[layer]).sum() for layer in before.a]
-    return torch.stack(changed).sum()

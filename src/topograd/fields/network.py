@@ -54,23 +54,7 @@ def check_inputs(weights: Sequence[Tensor], inputs: Tensor, setting: str = "inpu
     width, shape = weights[0].shape[1], tuple(inputs.shape)
     if inputs.dim() != 2 or inputs.shape[1] != width or not inputs.shape[0]:
         raise FieldError(setting=setting, given=shape, allowed=f"(M, {width}), as W_1 reads them, M above 0")
-    _check_same_kind(setting, inputs, weights[0])
-
-
-def check_problem(
-    weights: Sequence[Tensor], inputs: Tensor, targets: Tensor, unseen: Tensor | None = None
-) -> Tensor:
-    """All rows, training inputs and then unseen ones, after a look at every shape."""
-    check_inputs(weights, inputs)
-    M = inputs.shape[0]
-    if targets.shape != (M,):
-        shape = tuple(targets.shape)
-        raise FieldError(setting="targets", given=shape, allowed=f"({M},): Y is one number an example")
-    _check_same_kind("targets", targets, inputs)
-    if unseen is None:
-        return inputs
-    check_inputs(weights, unseen, "unseen")
-    return torch.cat([inputs, unseen])
+    check_same_kind(setting, inputs, weights[0])
 
 
 def _parts(module: nn.Sequential) -> Iterator[nn.Module]:
@@ -133,7 +117,7 @@ def _check_weights(weights: list[Tensor]) -> None:
             raise FieldError(setting=f"W_{layer}", given=given, allowed="a matrix (N_l, N_(l-1))")
         if not W.is_floating_point():
             raise FieldError(setting=f"W_{layer}", given=W.dtype, allowed="float64 or float32")
-        _check_same_kind(f"W_{layer}", W, weights[0])
+        check_same_kind(f"W_{layer}", W, weights[0])
     for layer, (below, above) in enumerate(pairwise(weights), start=1):
         if above.shape[1] != below.shape[0]:
             raise FieldError(
@@ -145,7 +129,8 @@ def _check_weights(weights: list[Tensor]) -> None:
             )
 
 
-def _check_same_kind(name: str, tensor: Tensor, like: Tensor) -> None:
+def check_same_kind(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Raise FieldError for tensors of two dtypes or devices."""
     if (tensor.dtype, tensor.device) != (like.dtype, like.device):
         raise FieldError(
             f"{name}: {tensor.dtype} on {tensor.device}, beside {like.dtype} on {like.device}",

@@ -26,7 +26,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
 import torch
 from safetensors import SafetensorError
@@ -73,6 +73,17 @@ class Checkpoint:
     """The other tensors that were saved with it; empty where no optimizers are filled."""
 
 
+class Contents(TypedDict):
+    """What `save` takes."""
+
+    step: int
+    model: nn.Module
+    optimizers: Optimizers
+    extra: Mapping[str, Any]
+    keep: NotRequired[int]
+    tensors: NotRequired[Mapping[str, Tensor] | None]
+
+
 class CheckpointStore(Protocol):
     """Where a run keeps its checkpoints. Names sort by step."""
 
@@ -85,16 +96,7 @@ class CheckpointStore(Protocol):
     def extra(self, name: str) -> dict[str, Any]:
         """What was kept beside the weights, without reading them."""
 
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizers: Optimizers,
-        extra: Mapping[str, Any],
-        keep: int,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> str:
+    def save(self, **contents: Unpack[Contents]) -> str:
         """Save a checkpoint, drop those that are no longer kept, and return its name."""
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
@@ -125,18 +127,8 @@ class FolderStore:
             advice = f"resume with --from {others[-1]}" if others else "train again in another folder"
             raise CheckpointError(f"checkpoint {self.folder / name} {problem}", remedy=advice) from None
 
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizers: Optimizers,
-        extra: Mapping[str, Any],
-        keep: int = 2,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> str:
-        own = {"step": step, "model": model, "optimizers": optimizers, "extra": extra, "keep": keep}
-        return save(self.folder, **own, tensors=tensors).name  # type: ignore[arg-type]
+    def save(self, **contents: Unpack[Contents]) -> str:
+        return save(self.folder, **contents).name
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         return load(self.folder / name, model, optimizers)

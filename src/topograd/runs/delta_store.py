@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from topograd.files import dump_json, read_json
 from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
-from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, FolderStore, Optimizers
+from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, Contents, FolderStore, Optimizers
 from topograd.runs.tensor_files import fill
 from topograd.runs.tune_config import TuneConfig
 from topograd.topology.plan import Plan
@@ -117,19 +117,9 @@ class DeltaStore:
         """Of base and checkpoint together."""
         return hashlib.sha256(f"{self.base_weights} {self.own.weights(name)}".encode()).hexdigest()
 
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizers: Optimizers,
-        extra: Mapping[str, Any],
-        keep: int = 2,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> str:
-        part = _OwnPart(model, self._read()["tensors"])
-        own = {"step": step, "model": part, "optimizers": optimizers, "extra": extra, "keep": keep}
-        return self.own.save(**own, tensors=tensors)  # type: ignore[arg-type]
+    def save(self, **contents: Unpack[Contents]) -> str:
+        contents["model"] = _OwnPart(contents["model"], self._read()["tensors"])
+        return self.own.save(**contents)
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         part = _OwnPart(model, self._read()["tensors"])

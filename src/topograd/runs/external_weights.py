@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json, sha256
-from topograd.runs.checkpoint import Checkpoint, Optimizers
+from topograd.runs.checkpoint import Checkpoint, Contents, Optimizers
 from topograd.runs.tensor_files import fill
 
 NAME = "weights.json"
@@ -71,16 +71,7 @@ class ExternalWeights:
     def extra(self, name: str) -> dict[str, Any]:
         return {}
 
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizers: Optimizers,
-        extra: Mapping[str, Any],
-        keep: int = 2,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> str:
+    def save(self, **contents: Unpack[Contents]) -> str:
         raise CheckpointError(
             f"{self.folder} refers to weights that are not its own",
             remedy=f"train on with: topograd train --init {self.folder}",

@@ -380,10 +380,7 @@ class TopologyConfig:
         """Objectives and weights, for all stages or for each."""
         stages = list(topology.stages)
         if self.weights:
-            if len(self.weights) != len(stages):
-                raise ConfigError(
-                    setting="weights", given=self.weights, allowed=f"{len(stages)}, one for each stage"
-                )
+            self._check_count("weights", len(stages), "stage")
             stages = [replace(s, weight=w) for s, w in zip(stages, self.weights, strict=True)]
         if self.depth_weights is not None:
             stages = [
@@ -391,19 +388,11 @@ class TopologyConfig:
                 for stage in stages
             ]
         if self.loss_every:
-            if len(self.loss_every) != len(stages):
-                raise ConfigError(
-                    setting="loss_every", given=self.loss_every, allowed=f"{len(stages)}, one for each stage"
-                )
+            self._check_count("loss_every", len(stages), "stage")
             stages = [replace(s, every=n) for s, n in zip(stages, self.loss_every, strict=True)]
         learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
         if self.objectives:
-            if len(self.objectives) != len(learning):
-                raise ConfigError(
-                    setting="objectives",
-                    given=self.objectives,
-                    allowed=f"{len(learning)}, one for each stage with a loss",
-                )
+            self._check_count("objectives", len(learning), "stage with a loss")
             for k, name in zip(learning, self.objectives, strict=True):
                 stages[k] = replace(stages[k], objective=name)
         elif self.objective in HEADLESS:  # something must learn to predict: the last stage
@@ -416,6 +405,10 @@ class TopologyConfig:
                 stages[last] = replace(stages[last], objective="cross-entropy")
         stages = [replace(s, head=False) if s.objective in HEADLESS else s for s in stages]
         return replace(topology, stages=tuple(stages))
+
+    def _check_count(self, name: str, count: int, of: str) -> None:
+        if len(given := getattr(self, name)) != count:
+            raise ConfigError(setting=name, given=given, allowed=f"{count}, one for each {of}")
 
 
 def _prediction(text: str) -> str | tuple[float, ...]:

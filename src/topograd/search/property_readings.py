@@ -54,7 +54,7 @@ from topograd.topology import closed_forms as closed
 from topograd.topology.composition import Composition
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
-from topograd.training.evaluation import RANK_TOKENS, BitsPerByte, activation_rank
+from topograd.training.evaluation import RANK_TOKENS, ByPrediction, activation_rank
 
 ROWS = 4
 """Rows of text in the step whose memory and gradient are measured."""
@@ -292,7 +292,7 @@ def within_budget(
     return {"accuracy": list(accuracy), "budget": budget, "within_budget": max(within, default=0.0)}
 
 
-def pooling_gain(bpb: BitsPerByte) -> float:
+def pooling_gain(bpb: ByPrediction) -> float:
     """By how many bits per byte pooling all the stages beats the best single one; below 0 where it loses."""
     return min(bpb.stages) - min(bpb.sum, bpb.mean)
 

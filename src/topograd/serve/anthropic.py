@@ -13,19 +13,24 @@ from typing import Any
 
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.request_schema import (
-    MAX_STOP,
-    MAX_STOPS,
+    CONVERTED,
+    IGNORED,
     MAX_TOKENS,
     MAX_TOOLS,
     SCHEMA,
     SHARED,
+    STOPS,
+    TOOL_FIELDS,
     TOOL_NAME,
     Field,
     RequestError,
+    choice,
     many,
     one_of,
+    record,
     switch,
     text,
+    to_function,
     unsupported,
     whole,
 )
@@ -33,80 +38,61 @@ from topograd.serve.responses import Call, Choice, counts, error_body, event
 from topograd.serve.texts import ServedModel
 from topograd.serve.tools import Toolbox
 
-ANY = {"type": "object"}
-BLOCKS = many(ANY, "Blocks.", 0, 10_000)
-MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"type": "string", "enum": ["user", "assistant", "system"]},
+BLOCKS = many({"type": "object"}, "Blocks.", 0, 10_000)
+MESSAGE = record(
+    {
+        "role": choice("user", "assistant", "system"),
         "content": one_of("A text, or blocks.", text("A text.", 2**20), BLOCKS),
     },
-    "required": ["role", "content"],
-    "additionalProperties": False,
-}
-TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"type": "string", "enum": ["custom"]},
+    "role",
+    "content",
+)
+TOOL = record(
+    {
+        "type": choice("custom"),
         "name": TOOL_NAME,
-        "description": text("What it does.", 2**16),
+        "description": TOOL_FIELDS["description"],
         "input_schema": SCHEMA,
-        "cache_control": {"type": "object", "description": "Ignored."},
-        "strict": switch("Ignored: arguments of forced calls always fit."),
+        "cache_control": IGNORED,
+        "strict": TOOL_FIELDS["strict"],
     },
-    "required": ["name", "input_schema"],
-}
-CHOICE = {
-    "type": "object",
-    "properties": {
-        "type": {"type": "string", "enum": ["auto", "any", "tool", "none"]},
+    "name",
+    "input_schema",
+    others=True,
+)
+CHOICE = record(
+    {
+        "type": choice("auto", "any", "tool", "none"),
         "name": TOOL_NAME,
         "disable_parallel_tool_use": switch("At most one call."),
     },
-    "required": ["type"],
-    "additionalProperties": False,
-    "description": "Whether tools are called.",
-}
-_SAME = ("model", "temperature", "top_p", "top_k", "seed", "depth", "specialists", "weights", "stream")
+    "type",
+    description="Whether tools are called.",
+)
+FORMAT = record({"type": choice("json_schema"), "schema": SCHEMA}, "type", "schema", others=True)
 COUNTED: dict[str, Field] = {
     "model": SHARED["model"],
     "messages": Field(many(MESSAGE, "The conversation.", 1, 10_000), required=True),
     "system": Field(one_of("The system's message.", text("A text.", 2**20), BLOCKS)),
     "tools": Field(many(TOOL, "Functions that the model may call.", 0, MAX_TOOLS), ()),
     "tool_choice": Field(CHOICE),
-    "thinking": Field(
-        {
-            "type": "object",
-            "properties": {"type": {"type": "string", "enum": ["disabled", "adaptive"]}},
-            "required": ["type"],
-        },
-        only="disabled",
-    ),
-    "cache_control": Field({"type": "object", "description": "Ignored."}),
+    "thinking": Field(record({"type": choice("disabled", "adaptive")}, "type", others=True), only="disabled"),
+    "cache_control": Field(IGNORED),
     "output_config": Field(
-        {
-            "type": "object",
-            "properties": {
-                "format": {
-                    "type": "object",
-                    "properties": {"type": {"type": "string", "enum": ["json_schema"]}, "schema": SCHEMA},
-                    "required": ["type", "schema"],
-                },
-                "effort": text("Ignored.", 100),
-            },
-            "description": "What the text must be.",
-        },
+        record(
+            {"format": FORMAT, "effort": text("Ignored.", 100)},
+            others=True,
+            description="What the text must be.",
+        ),
         {},
     ),
 }
 FIELDS = (
     COUNTED
-    | {name: SHARED[name] for name in (*_SAME, "metadata", "service_tier")}
+    | {name: SHARED[name] for name in (*CONVERTED, "metadata", "service_tier")}
     | {
         "max_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS), required=True),
-        "stop_sequences": Field(
-            many(text("A text.", MAX_STOP, minLength=1), "End before any of these.", 0, MAX_STOPS), ()
-        ),
+        "stop_sequences": Field(STOPS, ()),
     }
 )
 
@@ -120,31 +106,27 @@ def to_chat(given: Mapping[str, Any]) -> dict[str, Any]:
         messages += _messages(message)
     if not messages:
         raise RequestError("messages has no text", "messages")
-    choice = given["tool_choice"] or {"type": "auto"}
-    if choice["type"] == "tool" and not choice.get("name"):
+    called = given["tool_choice"] or {"type": "auto"}
+    if called["type"] == "tool" and not called.get("name"):
         raise RequestError("tool_choice has no 'name'; it is required of type tool", "tool_choice")
     choices: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required"}
-    named = {"type": "function", "function": {"name": choice.get("name")}}
-    made: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
+    named = {"type": "function", "function": {"name": called.get("name")}}
+    made: dict[str, Any] = {name: given[name] for name in CONVERTED if name in given}
     made |= {
         "messages": messages,
         "max_tokens": given.get("max_tokens"),
         "stop": list(given.get("stop_sequences", ())),
-        "tools": [_nested(tool) for tool in given["tools"]],
-        "tool_choice": choices.get(choice["type"], named),
-        "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
+        "tools": [
+            to_function(tool["name"], tool["input_schema"], tool.get("description"))
+            for tool in given["tools"]
+        ],
+        "tool_choice": choices.get(called["type"], named),
+        "parallel_tool_calls": not called.get("disable_parallel_tool_use"),
     }
     if (form := given["output_config"].get("format")) is not None:
         schema = {"name": "x", "schema": form["schema"]}
         made["response_format"] = {"type": "json_schema", "json_schema": schema}
     return {name: value for name, value in made.items() if value not in (None, ())}
-
-
-def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function}
 
 
 def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ takes longer than rendering: the next is started as soon as the last was used.
 
 A model without a template gets the messages' texts with an empty line between them, and nothing else: such a
 model was not trained on conversations. Its specialists may have been: they get the template that `finetune`
-spells chats with, as `generate --chat` does.
+spells chats with, as `topograd chat` does.
 """
 
 from __future__ import annotations

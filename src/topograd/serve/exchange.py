@@ -55,44 +55,32 @@ def submit(worker: Worker, jobs: list[Job]) -> None:
 async def gathered(request: Request, jobs: list[Job], inbox: Inbox) -> list[list[Progress]]:
     """All progress of jobs that stream nothing, of each job."""
     told: list[list[Progress]] = [[] for _ in jobs]
-    left = len(jobs)
-    async with _watch(request, jobs, inbox):
-        while left:
-            index, progress = await inbox.get()
-            if index == GONE:
-                raise ClientDisconnect
-            _check(progress)
-            told[index].append(progress)
-            left -= progress.finish is not None
+    await _finished(request, jobs, inbox, lambda index, progress: told[index].append(progress))
     return told
 
 
 async def respond(request: Request, answer: Answer, jobs: list[Job], inbox: Inbox) -> Response:
     """The response to a request whose jobs are queued."""
     if answer.params["stream"]:
-        accepted: list[tuple[int, Progress]] = []
         async with _watch(request, jobs, inbox):
-            while not accepted:  # the first progress is an error where the depth is impossible
-                accepted.append(await inbox.get())
-        index, progress = accepted[0]
-        if index == GONE:
-            raise ClientDisconnect
-        if progress.finish == "error":
-            _cancel(jobs)
-        _check(progress)
+            index, progress = await inbox.get()  # no text yet; an error where the depth is impossible
+            _check(index, progress)
         return EventStream(lambda: _events(answer, inbox), jobs)
+    await _finished(request, jobs, inbox, lambda index, progress: answer.choices[index].take(progress))
+    return JSONResponse(answer.whole())
+
+
+async def _finished(
+    request: Request, jobs: list[Job], inbox: Inbox, take: Callable[[int, Progress], object]
+) -> None:
+    """Hand over all progress of jobs that stream nothing."""
     left = len(jobs)
     async with _watch(request, jobs, inbox):
         while left:
             index, progress = await inbox.get()
-            if index == GONE:
-                raise ClientDisconnect
-            answer.choices[index].take(progress)
-            if progress.finish in ("error", "cancelled"):
-                _cancel(jobs)
-            _check(progress)
+            _check(index, progress)
+            take(index, progress)
             left -= progress.finish is not None
-    return JSONResponse(answer.whole())
 
 
 async def _events(answer: Answer, inbox: Inbox) -> AsyncIterator[str]:
@@ -103,7 +91,7 @@ async def _events(answer: Answer, inbox: Inbox) -> AsyncIterator[str]:
             if progress.finish in ("error", "cancelled"):
                 _cancel([choice.job for choice in answer.choices])
                 try:
-                    _check(progress)
+                    _check(index, progress)
                 except RequestError as error:
                     yield "".join(events) + answer.error(error)
                 return
@@ -172,7 +160,9 @@ def _cancel(jobs: Sequence[Job]) -> None:
         job.cancelled = True
 
 
-def _check(progress: Progress) -> None:
+def _check(index: int, progress: Progress) -> None:
+    if index == GONE:
+        raise ClientDisconnect
     if progress.finish == "error":
         raise RequestError(progress.error, progress.param, status=progress.status)
     if progress.finish == "cancelled":

@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from topograd.errors import ConfigError, TopogradError
+from topograd.errors import TopogradError
 from topograd.serve.chats import Chats
 from topograd.serve.metrics import Counters
 from topograd.serve.request_schema import RequestError
 from topograd.serve.scheduler import Scheduler
-from topograd.serve.texts import ServedModel, split_id
+from topograd.serve.texts import ServedModel, known_id
 from topograd.serve.worker import Worker
 
 Opener = Callable[[], ServedModel]
@@ -91,19 +91,7 @@ class Models:
 
     def name_of(self, model: str | None) -> str:
         """The name of a model id, which may have a depth behind it."""
-        try:
-            name = self.default if model is None else split_id(model)[0]
-        except ConfigError as error:
-            raise RequestError(str(error), "model", 404, "model_not_found") from None
-        if name not in self.openers:
-            raise RequestError(
-                f"the model {name[:100]!r} does not exist here; /v1/models says which do: "
-                f"{', '.join(map(repr, self.openers))}",
-                "model",
-                404,
-                "model_not_found",
-            )
-        return name
+        return known_id(model, self.default, self.openers)[0]
 
     @contextlib.asynccontextmanager
     async def use(self, model: str | None) -> AsyncIterator[OpenModel]:

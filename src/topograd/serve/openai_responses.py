@@ -13,17 +13,24 @@ from typing import Any
 
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.request_schema import (
+    CONVERTED,
+    FORMATS,
+    IGNORED,
     MAX_TOKENS,
     MAX_TOOLS,
     SCHEMA,
     SHARED,
+    TOOL_FIELDS,
     TOOL_NAME,
     Field,
     RequestError,
+    choice,
     many,
     one_of,
+    record,
     switch,
     text,
+    to_function,
     unsupported,
     whole,
 )
@@ -31,24 +38,13 @@ from topograd.serve.responses import Call, Choice, counts, event, timings
 from topograd.serve.texts import ServedModel
 from topograd.serve.tools import Toolbox
 
-ANY = {"type": "object"}
-TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"type": "string", "enum": ["function"]},
-        "name": TOOL_NAME,
-        "description": text("What it does.", 2**16),
-        "parameters": SCHEMA,
-        "strict": switch("Ignored: arguments of forced calls always fit."),
-    },
-    "required": ["type", "name"],
-    "additionalProperties": False,
-}
-_SAME = ("model", "temperature", "top_p", "top_k", "seed", "depth", "specialists", "weights", "stream")
-_IGNORED = ("user", "metadata", "store", "service_tier")
-FIELDS: dict[str, Field] = {name: SHARED[name] for name in (*_SAME, *_IGNORED)} | {
+TOOL = record({"type": choice("function"), **TOOL_FIELDS}, "type", "name")
+FORMAT = record({"type": FORMATS, "schema": SCHEMA}, "type", others=True)
+_KEPT = ("user", "metadata", "store", "service_tier")
+FIELDS: dict[str, Field] = {name: SHARED[name] for name in (*CONVERTED, *_KEPT)} | {
     "input": Field(
-        one_of("A text, or items.", text("A text.", 2**20), many(ANY, "Items.", 1, 10_000)), required=True
+        one_of("A text, or items.", text("A text.", 2**20), many({"type": "object"}, "Items.", 1, 10_000)),
+        required=True,
     ),
     "instructions": Field(text("The system's message.", 2**20)),
     "max_output_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS)),
@@ -56,40 +52,20 @@ FIELDS: dict[str, Field] = {name: SHARED[name] for name in (*_SAME, *_IGNORED)} 
     "tool_choice": Field(
         one_of(
             "none, auto, required, or a function by its name.",
-            {"type": "string", "enum": ["none", "auto", "required"]},
-            {
-                "type": "object",
-                "properties": {"type": {"type": "string", "enum": ["function"]}, "name": TOOL_NAME},
-                "required": ["type", "name"],
-                "additionalProperties": False,
-            },
+            choice("none", "auto", "required"),
+            record({"type": choice("function"), "name": TOOL_NAME}, "type", "name"),
         ),
         "auto",
     ),
     "parallel_tool_calls": Field(switch("Whether there may be several calls."), True),
     "text": Field(
-        {
-            "type": "object",
-            "properties": {
-                "format": {
-                    "type": "object",
-                    "properties": {
-                        "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
-                        "schema": SCHEMA,
-                    },
-                    "required": ["type"],
-                },
-                "verbosity": text("Ignored.", 100),
-            },
-            "additionalProperties": False,
-            "description": "What the text must be.",
-        },
+        record({"format": FORMAT, "verbosity": text("Ignored.", 100)}, description="What the text must be."),
         {},
     ),
-    "truncation": Field({"type": "string", "enum": ["disabled"]}, "disabled", only="disabled"),
+    "truncation": Field(choice("disabled"), "disabled", only="disabled"),
     "previous_response_id": Field({"type": "null"}, only="null: nothing is stored, send the items"),
     "include": Field(many(text("Ignored.", 100), "Ignored.", 0, 100)),
-    "reasoning": Field({"type": "object", "description": "Ignored."}),
+    "reasoning": Field(IGNORED),
     "prompt_cache_key": Field(text("Ignored.", 1000)),
     "safety_identifier": Field(text("Ignored.", 1000)),
 }
@@ -107,23 +83,19 @@ def to_chat(given: Mapping[str, Any]) -> dict[str, Any]:
         _add(messages, item)
     if not messages:
         raise RequestError("input has no message", "input")
-    made: dict[str, Any] = {name: given[name] for name in _SAME}
+    made: dict[str, Any] = {name: given[name] for name in CONVERTED}
     made |= {"messages": messages, "max_completion_tokens": given["max_output_tokens"]}
     made["parallel_tool_calls"] = given["parallel_tool_calls"]
-    made["tools"] = [_nested(tool) for tool in given["tools"]]
-    choice = given["tool_choice"]
-    named = isinstance(choice, Mapping)
-    made["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if named else choice
+    made["tools"] = [
+        to_function(tool["name"], tool.get("parameters"), tool.get("description")) for tool in given["tools"]
+    ]
+    called = given["tool_choice"]
+    made["tool_choice"] = called if isinstance(called, str) else to_function(called["name"], None, None)
     form = given["text"].get("format") or {"type": "text"}
     made["response_format"] = {"type": form["type"]}
     if form["type"] == "json_schema":
         made["response_format"]["json_schema"] = {"name": "x", "schema": form.get("schema") or {}}
     return {name: value for name, value in made.items() if value not in (None, ())}
-
-
-def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
-    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": named}
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:

@@ -18,34 +18,18 @@ from topograd.serve.request_schema import (
 )
 
 _JSON = "application/json"
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-THEIR_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
+_TEXT, _NUMBER, _LIST, _OBJECT = ({"type": kind} for kind in ("string", "integer", "array", "object"))
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+
+
+def _all(properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+ERROR = _all(
+    {"error": _all({"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL})}
+)
+THEIR_ERROR = _all({"type": {"const": "error"}, "error": _all({"type": _TEXT, "message": _TEXT})})
 """As Anthropic has it."""
 REFUSALS = {
     "400": "A field is wrong or not supported.",
@@ -64,8 +48,43 @@ REFUSALS = {
 
 def document() -> dict[str, Any]:
     """The whole document."""
-    texts = {"choices": {"type": "array"}, "usage": {"type": "object"}, "timings": {"type": "object"}}
-    tokens = {"tokens": {"type": "array", "items": {"type": "integer"}}, "count": {"type": "integer"}}
+    texts = {"choices": _LIST, "usage": _OBJECT, "timings": _OBJECT}
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    got: dict[str, Any] = {
+        "/v1/models": _get("The models, and an id for each depth.", {"data": _LIST}),
+        "/v1/models/{model}": {**_get("One model.", {"id": _TEXT}), "parameters": [model]},
+        "/tokenizer_info": _get("Special tokens and the chat template.", {"vocab": _NUMBER}),
+        "/health": _get("Whether the server is alive.", {"status": _TEXT}),
+        "/metrics": _get("Counters for Prometheus.", None),
+    }
+    posted = {
+        "/v1/completions": _post("Continue a text.", COMPLETION, texts, streams=True),
+        "/v1/chat/completions": _post("Continue a conversation.", CHAT, texts, streams=True),
+        "/v1/responses": _post(
+            "Continue a conversation: OpenAI's newer interface.",
+            openai_responses.FIELDS,
+            {"output": _LIST, "usage": _OBJECT},
+            streams=True,
+        ),
+        "/v1/messages": _post(
+            "Continue a conversation: Anthropic's interface.",
+            anthropic.FIELDS,
+            {"content": _LIST, "usage": _OBJECT},
+            streams=True,
+            error=THEIR_ERROR,
+        ),
+        "/v1/messages/count_tokens": _post(
+            "The tokens of a conversation.", anthropic.COUNTED, {"input_tokens": _NUMBER}, error=THEIR_ERROR
+        ),
+        "/v1/candidates": _post(
+            "The likeliest tokens of each stage at each position.", CANDIDATES, {"stages": _LIST}
+        ),
+        "/v1/embeddings": _post("Embeddings of texts by the states of an exit.", EMBEDDING, {"data": _LIST}),
+        "/tokenize": _post(
+            "A text's tokens.", TOKENIZE, {"tokens": {"type": "array", "items": _NUMBER}, "count": _NUMBER}
+        ),
+        "/detokenize": _post("The text of tokens.", DETOKENIZE, {"prompt": _TEXT}),
+    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -76,76 +95,14 @@ def document() -> dict[str, Any]:
                 "there, the default temperature is 1; 0 is greedy."
             ),
         },
-        "paths": {
-            "/v1/models": {
-                "get": _get("The models, and an id for each depth.", _JSON, {"data": {"type": "array"}})
-            },
-            "/v1/models/{model}": {
-                "get": {
-                    **_get("One model.", _JSON, {"id": {"type": "string"}}),
-                    "parameters": [
-                        {
-                            "name": "model",
-                            "in": "path",
-                            "required": True,
-                            "schema": {"type": "string", "minLength": 1},
-                        }
-                    ],
-                }
-            },
-            "/v1/completions": {"post": _post("Continue a text.", COMPLETION, texts, streams=True)},
-            "/v1/chat/completions": {"post": _post("Continue a conversation.", CHAT, texts, streams=True)},
-            "/v1/responses": {
-                "post": _post(
-                    "Continue a conversation: OpenAI's newer interface.",
-                    openai_responses.FIELDS,
-                    {"output": {"type": "array"}, "usage": {"type": "object"}},
-                    streams=True,
-                )
-            },
-            "/v1/messages": {
-                "post": _post(
-                    "Continue a conversation: Anthropic's interface.",
-                    anthropic.FIELDS,
-                    {"content": {"type": "array"}, "usage": {"type": "object"}},
-                    streams=True,
-                    error=THEIR_ERROR,
-                )
-            },
-            "/v1/messages/count_tokens": {
-                "post": _post(
-                    "The tokens of a conversation.",
-                    anthropic.COUNTED,
-                    {"input_tokens": {"type": "integer"}},
-                    error=THEIR_ERROR,
-                )
-            },
-            "/v1/candidates": {
-                "post": _post(
-                    "The likeliest tokens of each stage at each position.",
-                    CANDIDATES,
-                    {"stages": {"type": "array"}},
-                )
-            },
-            "/v1/embeddings": {
-                "post": _post(
-                    "Embeddings of texts by the states of an exit.", EMBEDDING, {"data": {"type": "array"}}
-                )
-            },
-            "/tokenize": {"post": _post("A text's tokens.", TOKENIZE, tokens)},
-            "/detokenize": {"post": _post("The text of tokens.", DETOKENIZE, {"prompt": {"type": "string"}})},
-            "/tokenizer_info": {
-                "get": _get("Special tokens and the chat template.", _JSON, {"vocab": {"type": "integer"}})
-            },
-            "/health": {"get": _get("Whether the server is alive.", _JSON, {"status": {"type": "string"}})},
-            "/metrics": {"get": _get("Counters for Prometheus.", "text/plain")},
-        },
+        "paths": {path: {"get": each} for path, each in got.items()}
+        | {path: {"post": each} for path, each in posted.items()},
         "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _get(summary: str, kind: str, properties: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {"summary": summary, "responses": {"200": _response(kind, properties), **_refusals()}}
+def _get(summary: str, properties: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"summary": summary, "responses": {"200": _response(properties), **_refusals()}}
 
 
 def _post(
@@ -155,9 +112,9 @@ def _post(
     streams: bool = False,
     error: Mapping[str, Any] = ERROR,
 ) -> dict[str, Any]:
-    good = _response(_JSON, properties)
+    good = _response(properties)
     if streams:
-        good["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        good["content"]["text/event-stream"] = {"schema": _TEXT}
     body = {_JSON: {"schema": schema(fields)}}
     return {
         "summary": summary,
@@ -166,13 +123,9 @@ def _post(
     }
 
 
-def _response(kind: str, properties: Mapping[str, Any] | None) -> dict[str, Any]:
-    plain = {"type": "string"}
-    whole = (
-        plain
-        if properties is None
-        else {"type": "object", "properties": properties, "required": [*properties]}
-    )
+def _response(properties: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A good response: JSON with these properties, or plain text."""
+    kind, whole = ("text/plain", _TEXT) if properties is None else (_JSON, _all(properties))
     return {"description": "Done.", "content": {kind: {"schema": whole}}}
 
 

@@ -76,13 +76,20 @@ def one_of(words: str, *schemas: Schema) -> Schema:
     return {"anyOf": list(schemas), "description": words}
 
 
+def choice(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def record(properties: Mapping[str, Schema], *required: str, others: bool = False, **more: Any) -> Schema:
+    needed = {"required": list(required)} if required else {}
+    closed = {} if others else {"additionalProperties": False}
+    return {"type": "object", "properties": properties, **needed, **closed, **more}
+
+
 TOKEN = whole("A token.", 0, 2**31 - 1)
 TOKENS = many(TOKEN, "Tokens.", 1, MAX_TOKENS)
-STOP = one_of(
-    "End before this text, or any of these.",
-    text("A text.", MAX_STOP, minLength=1),
-    many(text("A text.", MAX_STOP, minLength=1), "Texts.", 0, MAX_STOPS),
-)
+STOPS = many(text("A text.", MAX_STOP, minLength=1), "End before any of these.", 0, MAX_STOPS)
+STOP = one_of("End before this text, or any of these.", text("A text.", MAX_STOP, minLength=1), STOPS)
 LOGIT_BIAS = {
     "type": "object",
     "maxProperties": 1024,
@@ -90,39 +97,31 @@ LOGIT_BIAS = {
     "additionalProperties": number("What is added to the token's logit.", -100, 100),
     "description": "By token, what is added to its logit.",
 }
+IGNORED = {"type": "object", "description": "Ignored."}
 SCHEMA = {"type": "object", "description": "A JSON schema."}
-GRAMMAR = {
-    "type": "object",
-    "minProperties": 1,
-    "maxProperties": 1,
-    "properties": {
+GRAMMAR = record(
+    {
         "lark": text("A grammar as Lark has them.", MAX_GRAMMAR, minLength=1),
         "regex": text("A regular expression that the whole text matches.", MAX_GRAMMAR, minLength=1),
         "choice": many(text("A text.", MAX_GRAMMAR, minLength=1), "Texts of which one is written.", 1, 1000),
         "json_schema": SCHEMA,
     },
-    "additionalProperties": False,
-    "description": "What the text must be: one of lark, regex, choice and json_schema.",
+    minProperties=1,
+    maxProperties=1,
+    description="What the text must be: one of lark, regex, choice and json_schema.",
+)
+FORMATS = choice("text", "json_object", "json_schema")
+NAMED_SCHEMA = {
+    "name": text("A name.", 100),
+    "description": text("A description.", MAX_GRAMMAR),
+    "schema": SCHEMA,
+    "strict": {"type": "boolean"},
 }
-RESPONSE_FORMAT = {
-    "type": "object",
-    "properties": {
-        "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
-        "json_schema": {
-            "type": "object",
-            "properties": {
-                "name": text("A name.", 100),
-                "description": text("A description.", MAX_GRAMMAR),
-                "schema": SCHEMA,
-                "strict": {"type": "boolean"},
-            },
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type"],
-    "additionalProperties": False,
-    "description": "Text, any JSON object, or JSON of a schema.",
-}
+RESPONSE_FORMAT = record(
+    {"type": FORMATS, "json_schema": record(NAMED_SCHEMA)},
+    "type",
+    description="Text, any JSON object, or JSON of a schema.",
+)
 SHARED: dict[str, Field] = {
     "model": Field(text("A model id: a name, or name:depth.", 300)),
     "temperature": Field(
@@ -139,12 +138,7 @@ SHARED: dict[str, Field] = {
     "seed": Field(whole("Seed of the sampling; random if left out.", -(2**63), 2**63 - 1)),
     "stream": Field(switch("Respond with server-sent events."), False),
     "stream_options": Field(
-        {
-            "type": "object",
-            "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
-            "additionalProperties": False,
-        },
-        {},
+        record({"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}}), {}
     ),
     "depth": Field(text("Decode strategy: full, prefix:1, speculate, wand:flip-rate:0.001.", 300)),
     "specialists": Field(many(text("A name.", 300), "Specialists to compose with the base.", 0, 16), ()),
@@ -154,7 +148,7 @@ SHARED: dict[str, Field] = {
     ),
     "ignore_eos": Field(switch("Continue after a stop token."), False),
     "user": Field(text("Ignored.", 2**16)),
-    "metadata": Field({"type": "object", "description": "Ignored."}),
+    "metadata": Field(IGNORED),
     "store": Field(switch("Ignored: nothing is stored.")),
     "service_tier": Field(text("Ignored.", 100)),
     "presence_penalty": Field(number("Taken off the logits of tokens that the text has.", -2, 2), 0.0),
@@ -184,82 +178,46 @@ COMPLETION = SHARED | {
     "suffix": Field({"type": "null", "description": "Not supported."}, only="null"),
 }
 TOOL_NAME = text("The function's name.", 128, minLength=1, pattern=f"^{NAME}$")
-TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"type": "string", "enum": ["function"]},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": TOOL_NAME,
-                "description": text("What it does.", MAX_GRAMMAR),
-                "parameters": SCHEMA,
-                "strict": switch("Ignored: arguments of forced calls always fit."),
-            },
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "function"],
-    "additionalProperties": False,
+TOOL_FIELDS = {
+    "name": TOOL_NAME,
+    "description": text("What it does.", MAX_GRAMMAR),
+    "parameters": SCHEMA,
+    "strict": switch("Ignored: arguments of forced calls always fit."),
 }
+TOOL = record({"type": choice("function"), "function": record(TOOL_FIELDS, "name")}, "type", "function")
 TOOL_CHOICE = one_of(
     "none, auto, required, or a function by its name.",
-    {"type": "string", "enum": ["none", "auto", "required"]},
-    {
-        "type": "object",
-        "properties": {
-            "type": {"type": "string", "enum": ["function"]},
-            "function": {
-                "type": "object",
-                "properties": {"name": TOOL_NAME},
-                "required": ["name"],
-                "additionalProperties": False,
-            },
-        },
-        "required": ["type", "function"],
-        "additionalProperties": False,
-    },
+    choice("none", "auto", "required"),
+    record({"type": choice("function"), "function": record({"name": TOOL_NAME}, "name")}, "type", "function"),
 )
-TOOL_CALL = {
-    "type": "object",
-    "properties": {
+TOOL_CALL = record(
+    {
         "id": text("An id.", 200),
-        "type": {"type": "string", "enum": ["function"]},
-        "function": {
-            "type": "object",
-            "properties": {"name": TOOL_NAME, "arguments": text("JSON.")},
-            "required": ["name"],
-        },
+        "type": choice("function"),
+        "function": record({"name": TOOL_NAME, "arguments": text("JSON.")}, "name", others=True),
     },
-    "required": ["function"],
-}
-MESSAGE = {
-    "type": "object",
-    "properties": {
+    "function",
+    others=True,
+)
+TEXT_PART = record({"type": choice("text"), "text": text("A text.")}, "type", "text")
+MESSAGE = record(
+    {
         "role": text("Role of the author.", 100, minLength=1),
         "content": one_of(
             "Content of the message.",
             text("A text."),
             {"type": "null"},
-            many(
-                {
-                    "type": "object",
-                    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": text("A text.")},
-                    "required": ["type", "text"],
-                    "additionalProperties": False,
-                },
-                "Parts of text.",
-                0,
-                1000,
-            ),
+            many(TEXT_PART, "Parts of text.", 0, 1000),
         ),
         "name": text("Name of the author.", 100),
         "tool_calls": many(TOOL_CALL, "Calls that the assistant made.", 0, 128),
         "tool_call_id": text("The call that this is the result of.", 200),
     },
-    "required": ["role"],
-}
+    "role",
+    others=True,
+)
+CONVERTED = ("model", "temperature", "top_p", "top_k", "seed", "depth", "specialists", "weights", "stream")
+"""Fields that /v1/responses and /v1/messages hand to the chat as they are."""
 CHAT = SHARED | {
     "messages": Field(many(MESSAGE, "The conversation.", 1, 10_000), required=True),
     "max_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS)),
@@ -284,8 +242,8 @@ EMBEDDING = {
         ),
         required=True,
     ),
-    "encoding_format": Field({"type": "string", "enum": ["float", "base64"]}, "float"),
-    "pooling": Field({"type": "string", "enum": ["mean", "last"]}, "mean"),
+    "encoding_format": Field(choice("float", "base64"), "float"),
+    "pooling": Field(choice("mean", "last"), "mean"),
     "dimensions": Field(whole("Not supported.", 1, 2**20)),
     "depth": Field(text("full or prefix:J.", 300)),
     "user": SHARED["user"],
@@ -305,6 +263,12 @@ CANDIDATES = {
     "tokens": Field(TOKENS, required=True),
     "top": Field(whole("Number of candidates of each stage.", 1, 20), 5),
 }
+
+
+def to_function(name: str, parameters: Schema | None, description: str | None) -> dict[str, Any]:
+    """A tool of another interface as the chat has them."""
+    given = {"name": name, "parameters": parameters, "description": description}
+    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
 def read(fields: Mapping[str, Field], given: object) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,17 +79,7 @@ class ServedModel:
 
     def depth(self, params: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
-        try:
-            name, named = (self.name, None) if params["model"] is None else split_id(params["model"])
-        except ConfigError as error:
-            raise RequestError(str(error), "model", 404, "model_not_found") from None
-        if name != self.name:
-            raise RequestError(
-                f"the model {name[:100]!r} does not exist here; /v1/models says which do: {self.name!r}",
-                "model",
-                404,
-                "model_not_found",
-            )
+        _, named = known_id(params["model"], self.name, [self.name])
         wanted = params.get("depth")
         if wanted is not None and named is not None and wanted != named:
             raise RequestError(
@@ -297,6 +287,23 @@ def split_id(model: str) -> tuple[str, str | None]:
         )
     name, colon, suffix = model.partition(":")
     return name, depth_of_suffix(suffix) if colon else None
+
+
+def known_id(model: str | None, default: str, known: Collection[str]) -> tuple[str, str | None]:
+    """The same of a request's model id; RequestError where no such model is known."""
+    try:
+        name, depth = (default, None) if model is None else split_id(model)
+    except ConfigError as error:
+        raise RequestError(str(error), "model", 404, "model_not_found") from None
+    if name not in known:
+        raise RequestError(
+            f"the model {name[:100]!r} does not exist here; /v1/models says which do: "
+            f"{', '.join(map(repr, known))}",
+            "model",
+            404,
+            "model_not_found",
+        )
+    return name, depth
 
 
 def depth_of_suffix(suffix: str) -> str:

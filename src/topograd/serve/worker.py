@@ -83,7 +83,7 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._new and not self._stopping and not self._pending():
+                while not (self._new or self._stopping or self.scheduler.active or self.scheduler.waiting):
                     self._wake.wait()
                 if self._stopping:
                     break
@@ -101,9 +101,6 @@ class Worker:
                 job.on_progress(Progress(finish="cancelled"))
         self.scheduler.stop()
         self._deliver()
-
-    def _pending(self) -> bool:
-        return bool(self.scheduler.active or self.scheduler.waiting)
 
     def _deliver(self) -> None:
         messages, self._outbox = self._outbox, []

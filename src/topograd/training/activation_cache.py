@@ -13,50 +13,40 @@ layers, and never changes it. So an epoch needs only the layers behind k:
 `train_step` leaves out the frozen stages whose outputs are given. x0 is not kept: `batch.layer_context`
 embeds the tokens again, which is a look-up. Layer 0 is x0, layer L is what the head's norm reads.
 
-    states.json        format, what it is made of (base, data, layers, dtype, shape), SHA-256 of each file
-    tokens.bin         int32, inputs and then targets, (2, rows, context); a target of -100 does not count
-    layer-K.bin        (rows, context, width), little-endian, for each layer K
-    journal.jsonl      while it is computed: rows that are done, and the digests of the files up to there
-
-A kill loses at most BLOCK_TOKENS tokens of work: the next call checks the files against the journal and
-continues. States of another base, text, layers or dtype raise RunError, and so does a file with one changed
-bit. Disk is bounded: more than `max_bytes`, or less than a tenth of the disk left free, raises first.
+The files are those of `row_cache.py`: inputs, targets (rows, context) int32, where a target of -100 does not
+count, and layer.K (rows, context, width). States of another base, text, layers or dtype raise RunError. Disk
+is bounded: more than `max_bytes`, or less than a tenth of the disk left free, raises first.
 
 Cost: one forward of the trunk, tokens * width * 4 bytes a layer in float32, half of that in bfloat16 and
-float16. Opening hashes the files once (`data/digest_cache.py`). Limits: no stacks with
-relays of their own; states in float32 may differ from those of another batch size in the last bits.
+float16. Limits: no stacks with relays of their own; states in float32 may differ from those of another batch
+size in the last bits.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from topograd.data.digest_cache import remembered_sha256
 from topograd.data.loader import IGNORED, Loader
 from topograd.data.shards import Shards
 from topograd.errors import ConfigError, DataError, RunError, StackError
 from topograd.exec.objectives import Logits
-from topograd.files import hold_lock, naming, read_json, write_atomic, write_json
 from topograd.nn.stack import LayerContext, Stack
+from topograd.training.row_cache import RowCache, cached_rows, open_rows
 
-FORMAT = "topograd-hidden-states"
-VERSION = 1
+WHAT = "hidden states"
 BLOCK_TOKENS = 8192
-"""Tokens between two lines of the journal."""
+"""Tokens of a file, which a kill may lose."""
 MAX_BYTES = 2**33
-NAME, TOKENS, JOURNAL = "states.json", "tokens.bin", "journal.jsonl"
 Kept = Literal["float32", "bfloat16", "float16"]
 OnRows = Callable[[int, int], None]
 """Called with the rows that are done, and of how many."""
@@ -99,22 +89,21 @@ class StateBatch:
 class HiddenStates:
     """Cached states on the disk, verified."""
 
-    folder: Path
-    key: Mapping[str, Any]
-    """What they are of: base, data, layers, dtype, rows, context, width."""
-    inputs: np.ndarray
-    targets: np.ndarray
-    states: Mapping[int, np.ndarray]
-    """(rows, context, width) by layer, mapped; bfloat16 as its bits in uint16."""
+    cache: RowCache
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """What they are of: base, data, layers, dtype, rows, context, width."""
+        return self.cache.key
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.cache)
 
     def rows(self, chosen: Sequence[int] | np.ndarray) -> StateBatch:
         """These sequences, read from the files."""
-        picked = np.asarray(chosen, dtype=np.int64)
-        tokens = [torch.from_numpy(part[picked].astype(np.int64)) for part in (self.inputs, self.targets)]
-        return StateBatch(tokens[0], tokens[1], {k: _floats(part[picked]) for k, part in self.states.items()})
+        parts = self.cache.take(chosen)
+        states = {layer: parts[f"layer.{layer}"].float() for layer in self.key["layers"]}
+        return StateBatch(parts["inputs"].long(), parts["targets"].long(), states)
 
 
 class SequenceStore(Protocol):
@@ -231,39 +220,42 @@ def compute_states(
     folder = Path(folder)
     _check(stack, inputs, targets, layers, dtype)
     key = _key(stack, inputs, targets, base, layers, dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / NAME).is_file():
-        return open_states(folder, key)
-    with hold_lock(folder / "lock"):
-        writer = _Writer(folder, key, max_bytes)
-        with writer:
-            was_training = stack.training
-            stack.eval()
-            try:
-                _fill(writer, stack, inputs, batch, on_rows)
-            finally:
-                stack.train(was_training)
-        writer.finish(torch.stack((inputs, targets)).to(torch.int32).numpy())
-    return open_states(folder, key)
+    _check_disk(folder, key, max_bytes)
+    device = next(stack.parameters()).device
+
+    def make(rows: range) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {f"layer.{layer}": [] for layer in layers}
+        for start in range(rows.start, rows.stop, batch):
+            until = min(start + batch, rows.stop)
+            for layer, h in layer_states(stack, inputs[start:until].to(device), layers).items():
+                parts[f"layer.{layer}"].append(_rounded(h, layer, dtype))
+            if on_rows is not None:
+                on_rows(until, len(inputs))
+        tokens = {"inputs": inputs[rows.start : rows.stop], "targets": targets[rows.start : rows.stop]}
+        texts = {name: part.to(torch.int32).contiguous() for name, part in tokens.items()}
+        return texts | {name: torch.cat(some) for name, some in parts.items()}
+
+    was_training = stack.training
+    stack.eval()
+    try:
+        shard_rows = max(BLOCK_TOKENS // inputs.shape[1], 1)
+        return HiddenStates(cached_rows(folder, WHAT, key, shard_rows, make))
+    finally:
+        stack.train(was_training)
 
 
-def open_states(folder: Path | str, key: Mapping[str, Any] | None = None) -> HiddenStates:
-    """What `compute_states` wrote, verified; RunError where its key is not `key`."""
-    folder = Path(folder)
-    table = read_json(folder / NAME, RunError)
-    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
-        raise RunError(
-            f"{folder / NAME} does not describe hidden states of this version", remedy="delete the folder"
+def open_states(folder: Path | str) -> HiddenStates:
+    """What `compute_states` wrote, verified."""
+    return HiddenStates(open_rows(Path(folder), WHAT))
+
+
+def _rounded(h: Tensor, layer: int, dtype: str) -> Tensor:
+    state = h.to("cpu", getattr(torch, dtype)).contiguous()
+    if not state.isfinite().all():
+        raise DataError(
+            setting="dtype", given=dtype, allowed=f"float32: a state after layer {layer} is not finite"
         )
-    saved, digests = table.get("key"), table.get("sha256")
-    if not isinstance(saved, dict) or not isinstance(digests, dict):
-        raise RunError(f"{folder / NAME} is damaged", remedy="delete the folder, and they are computed again")
-    if key is not None:
-        _check_key(folder, saved, key)
-    shape = saved["rows"], saved["context"], saved["width"]
-    tokens = _mapped(folder, TOKENS, "<i4", (2, *shape[:2]), digests)
-    states = {k: _mapped(folder, _file(k), _bits(saved["dtype"]), shape, digests) for k in saved["layers"]}
-    return HiddenStates(folder, saved, tokens[0], tokens[1], states)
+    return state
 
 
 def _check(stack: Stack, inputs: Tensor, targets: Tensor, layers: Sequence[int], dtype: str) -> None:
@@ -301,180 +293,23 @@ def _key(
     }
 
 
-def _check_key(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    words = {"base": "other weights", "data": "other text", "dtype": "another type", "layers": "other layers"}
-    for name in wanted:
-        if saved.get(name) != wanted[name]:
-            what = words.get(name, f"another {name}")
-            raise RunError(
-                f"{folder} holds hidden states of {what} ({name} {saved.get(name)}, wanted {wanted[name]})",
-                setting=name,
-                given=wanted[name],
-                remedy="give another folder, or delete it",
-            )
-
-
-def _fill(writer: _Writer, stack: Stack, inputs: Tensor, batch: int, on_rows: OnRows | None) -> None:
-    device = next(stack.parameters()).device
-    rows, layers = len(inputs), writer.key["layers"]
-    while writer.done < rows:
-        until = min(writer.done + max(BLOCK_TOKENS // inputs.shape[1], 1), rows)
-        for start in range(writer.done, until, batch):
-            some = inputs[start : min(start + batch, until)].to(device)
-            for layer, h in layer_states(stack, some, layers).items():
-                writer.write(layer, h)
-            if on_rows is not None:
-                on_rows(min(start + batch, until), rows)
-        writer.commit(until)
-
-
-class _Writer:
-    """Appends blocks of rows to the files of a folder, each block noted in the journal when it is on disk."""
-
-    def __init__(self, folder: Path, key: Mapping[str, Any], max_bytes: int) -> None:
-        self.folder, self.key, self.done = folder, key, 0
-        self.digests = {k: hashlib.sha256() for k in key["layers"]}
-        self._files: dict[int, BinaryIO] = {}
-        self._row = key["context"] * key["width"] * np.dtype(_bits(key["dtype"])).itemsize
-        known = {"lock", TOKENS, JOURNAL, *(_file(k) for k in key["layers"])}
-        foreign = sorted(p.name for p in folder.iterdir() if p.name not in known and p.suffix != ".tmp")
-        if foreign:
-            raise RunError(
-                f"{folder} holds {foreign[0]!r} and no hidden states", remedy="give another folder"
-            )
-        self._check_disk(max_bytes)
-        self._continue()
-
-    def _check_disk(self, max_bytes: int) -> None:
-        need = self._row * self.key["rows"] * len(self.key["layers"])
-        if need > max_bytes:
-            raise ConfigError(
-                f"the hidden states would take {need / 1e9:.1f} GB and max_bytes is {max_bytes / 1e9:.1f} GB",
-                setting="max_bytes",
-                given=max_bytes,
-                remedy="take fewer tokens or layers, or dtype float16",
-            )
-        disk = shutil.disk_usage(self.folder)
-        there = sum(p.stat().st_size for p in self.folder.iterdir())
-        if need - there > disk.free - disk.total // 10:
-            raise RunError(
-                f"the hidden states would take {need / 1e9:.1f} GB and the disk of {self.folder} "
-                f"has {disk.free / 1e9:.1f} free, of which a tenth of the disk is left free",
-                remedy="take fewer tokens",
-            )
-
-    def _continue(self) -> None:
-        """Go on behind the last block that the journal and the files agree on."""
-        lines = self._journal()
-        if lines:
-            _check_key(self.folder, lines[0], self.key)
-        verified = [json.dumps(dict(self.key))]
-        for line in lines[1:]:
-            if not self._verify(line):
-                break
-            verified.append(json.dumps(line))
-        write_atomic(self.folder / JOURNAL, "".join(f"{line}\n" for line in verified))
-        for layer in self.key["layers"]:
-            path = self.folder / _file(layer)
-            path.touch()
-            os.truncate(path, self.done * self._row)
-
-    def _journal(self) -> list[dict[str, Any]]:
-        path, lines = self.folder / JOURNAL, []
-        for line in path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else ():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-        return lines if all(isinstance(line, dict) for line in lines) else []
-
-    def _verify(self, line: Mapping[str, Any]) -> bool:
-        """Whether the files have the block that ends with this line; `done` and the digests then move on."""
-        rows, named = line.get("rows"), line.get("sha256")
-        if type(rows) is not int or not self.done < rows <= self.key["rows"] or not isinstance(named, dict):
-            return False
-        moved = {}
-        for layer, digest in self.digests.items():
-            path, size = self.folder / _file(layer), (rows - self.done) * self._row
-            if not path.is_file():
-                return False
-            with open(path, "rb") as file:
-                file.seek(self.done * self._row)
-                content = file.read(size)
-            moved[layer] = digest.copy()
-            moved[layer].update(content)
-            if len(content) < size or moved[layer].hexdigest() != named.get(str(layer)):
-                return False
-        self.digests, self.done = moved, rows
-        return True
-
-    def __enter__(self) -> _Writer:
-        self._files = {k: (self.folder / _file(k)).open("ab") for k in self.key["layers"]}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def write(self, layer: int, h: Tensor) -> None:
-        """Append the states of some rows."""
-        state = h.detach().to("cpu", getattr(torch, self.key["dtype"])).contiguous()
-        if not state.isfinite().all():
-            raise DataError(
-                setting="dtype",
-                given=self.key["dtype"],
-                allowed=f"float32: a state after layer {layer} is not finite",
-            )
-        bits = state.view(torch.int16) if state.dtype == torch.bfloat16 else state
-        content = bits.numpy().tobytes()
-        with naming(self.folder / _file(layer)):
-            self._files[layer].write(content)
-        self.digests[layer].update(content)
-
-    def commit(self, rows: int) -> None:
-        """Note that this many rows are on the disk."""
-        for layer, file in self._files.items():
-            with naming(self.folder / _file(layer)):
-                file.flush()
-                os.fsync(file.fileno())
-        line = {"rows": rows, "sha256": {str(k): d.hexdigest() for k, d in self.digests.items()}}
-        with open(self.folder / JOURNAL, "a", encoding="utf-8") as journal:
-            journal.write(json.dumps(line) + "\n")
-        self.done = rows
-
-    def finish(self, tokens: np.ndarray) -> None:
-        """Write what makes the folder whole."""
-        content = tokens.astype("<i4").tobytes()
-        with naming(self.folder / TOKENS), open(self.folder / TOKENS, "wb") as file:
-            file.write(content)
-            os.fsync(file.fileno())
-        digests = {_file(k): digest.hexdigest() for k, digest in self.digests.items()}
-        digests[TOKENS] = hashlib.sha256(content).hexdigest()
-        table = {"format": FORMAT, "version": VERSION, "key": dict(self.key), "sha256": digests}
-        write_json(self.folder / NAME, table)
-        (self.folder / JOURNAL).unlink()
-
-
-def _mapped(
-    folder: Path, name: str, dtype: str, shape: tuple[int, ...], digests: Mapping[str, Any]
-) -> np.ndarray:
-    path, size = folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if not path.is_file() or path.stat().st_size != size or remembered_sha256(path) != digests.get(name):
-        raise RunError(
-            f"{path} is damaged or missing", remedy=f"delete {folder}, and they are computed again"
+def _check_disk(folder: Path, key: Mapping[str, Any], max_bytes: int) -> None:
+    """Raise where the states would take too much of the disk; what is there already counts as theirs."""
+    size = getattr(torch, key["dtype"]).itemsize * key["context"] * key["width"]
+    need = size * key["rows"] * len(key["layers"])
+    if need > max_bytes:
+        raise ConfigError(
+            f"the hidden states would take {need / 1e9:.1f} GB and max_bytes is {max_bytes / 1e9:.1f} GB",
+            setting="max_bytes",
+            given=max_bytes,
+            remedy="take fewer tokens or layers, or dtype float16",
         )
-    return np.memmap(path, dtype=dtype, mode="r", shape=shape).view(np.ndarray)
-
-
-def _floats(part: np.ndarray) -> Tensor:
-    if part.dtype == np.uint16:  # the bits of bfloat16, which numpy does not know
-        return torch.from_numpy(part.view(np.int16)).view(torch.bfloat16).float()
-    return torch.from_numpy(part).float()
-
-
-def _bits(dtype: str) -> str:
-    return {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}[dtype]
-
-
-def _file(layer: int) -> str:
-    return f"layer-{layer}.bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    disk = shutil.disk_usage(folder)
+    there = sum(path.stat().st_size for path in folder.iterdir())
+    if need - there > disk.free - disk.total // 10:
+        raise RunError(
+            f"the hidden states would take {need / 1e9:.1f} GB and the disk of {folder} has "
+            f"{disk.free / 1e9:.1f} free, of which a tenth of the disk is left free",
+            remedy="take fewer tokens",
+        )

@@ -1,7 +1,7 @@
 """Batches of a run with cached activations: hidden states of a frozen trunk, and a teacher's logits.
 
-    RUN/states/           written by `activation_cache.py`
-    RUN/teacher-logits/   written by `sparse_teacher.py`; both are removed when the schedule is done
+    RUN/hidden-states/    written by `activation_cache.py`
+    RUN/teacher-rows/     written by `sparse_teacher.py`; both are removed when the schedule is done
 
 Sequences are those of the loader's first epoch, as many as the schedule needs; later epochs repeat them.
 """
@@ -32,7 +32,9 @@ from topograd.training.sparse_teacher import TeacherLogitRows, write_teacher
 if TYPE_CHECKING:
     from topograd.training.runs import RunTask
 
-FOLDER, LOGITS = "states", "teacher-logits"
+FOLDER, LOGITS = "hidden-states", "teacher-rows"
+OLD = ("states", "teacher-logits")
+"""Those of 0.3, which had another format: they are computed again."""
 
 
 def cached_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
@@ -109,7 +111,7 @@ def _scheduled(config: TrainConfig) -> int:
 
 def remove_cache(folder: Path) -> None:
     """Delete the cache of a run that is finished."""
-    for name in (FOLDER, LOGITS):
+    for name in (FOLDER, LOGITS, *OLD):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

@@ -43,8 +43,8 @@ RANK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class BitsPerByte:
-    """Bits per byte of a model's predictions; less is better."""
+class ByPrediction:
+    """One number, such as bits per byte or accuracy, for each way to predict."""
 
     prediction: float
     """Of the plan's prediction."""
@@ -66,7 +66,7 @@ class BitsPerByte:
 class Evaluation:
     """What `evaluate` reads. Lists have an entry for each exit, that is, for each stage that predicts."""
 
-    bpb: BitsPerByte
+    bpb: ByPrediction
     ece: list[float]
     """Calibration error of each exit."""
     reliability: list[dict[str, list[float | None]]]
@@ -207,7 +207,7 @@ def _evaluation(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> Evalu
     to_bpb = 1 / (math.log(2) * max(nbytes, 1))
     tokens = max(tally.tokens, 1)
     stages = (alone * to_bpb).tolist()
-    bpb = BitsPerByte(
+    bpb = ByPrediction(
         prediction=full * to_bpb,
         prefix=(exits * to_bpb).tolist(),
         stages=stages,

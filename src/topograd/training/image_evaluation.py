@@ -35,6 +35,7 @@ from topograd.runs.session import LoadedRun, heldout_images
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import (
     RANK_TOKENS,
+    ByPrediction,
     activation_rank,
     calibration_error,
     confidence_bins,
@@ -51,19 +52,6 @@ MAX_IMAGES = 2000
 """Images that are looked through."""
 SHOWN = 10
 """Images of each kind."""
-
-
-@dataclass(frozen=True)
-class ByPrediction:
-    """One number for each way to predict; those of `BitsPerByte`."""
-
-    prediction: float
-    prefix: list[float]
-    stages: list[float]
-    last: float
-    sum: float
-    mean: float
-    shrinkage: float
 
 
 @dataclass(frozen=True)

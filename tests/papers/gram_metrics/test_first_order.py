@@ -7,8 +7,9 @@ import torch
 
 from papers.gram_metrics.checks import Problem
 from papers.gram_metrics.first_order import activation_change, first_order
+from papers.gram_metrics.simulation import crossings
 from tests.oracles.fields import descend
-from topograd.fields.field_state import State, crossings, state_of
+from topograd.fields.field_state import State, state_of
 from topograd.fields.kernel import kernel
 
 Make = Callable[..., Problem]

@@ -7,10 +7,10 @@ import torch
 
 from papers.gram_metrics.checks import Problem, random_problem
 from papers.gram_metrics.prediction import frozen, predict, relinearised
+from papers.gram_metrics.simulation import Trajectory, simulate
 from raising import refused
 from topograd.errors import FieldError
 from topograd.fields.kernel import kernel
-from topograd.fields.simulation import Trajectory, simulate
 
 Make = Callable[..., Problem]
 

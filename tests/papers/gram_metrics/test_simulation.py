@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from papers.gram_metrics.checks import Problem, random_problem
+from papers.gram_metrics.simulation import crossings, simulate
 from raising import refused
 from tests.oracles.fields import descend
 from topograd.errors import DivergenceError, FieldError
-from topograd.fields import simulate
+from topograd.fields.field_state import state_of
 
 Make = Callable[..., Problem]
 
@@ -72,3 +73,12 @@ def test_divergence_says_when(make: Make) -> None:
     weights = [W.abs() for W in problem.weights]  # all on, and driven up in both layers
     with refused(DivergenceError, setting="eta", given=1e200):
         simulate(weights, problem.inputs.abs(), problem.targets + 100, eta=1e200, steps=3)
+
+
+def test_crossings_are_counted(make: Make) -> None:
+    problem = make(4, 6, 6)
+    state = state_of(problem.weights, problem.inputs)
+    assert int(crossings(state, state)) == 0
+    other = state_of([-problem.weights[0], problem.weights[1]], problem.inputs)
+    flipped = int((state.a[2] != other.a[2]).sum())
+    assert int(crossings(state, other)) == state.a[1].numel() + flipped

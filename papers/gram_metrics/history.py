@@ -29,18 +29,19 @@ Limits. Rounding adds up over the history in another order than in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
+from topograd.errors import FieldError
 from topograd.fields.field_state import State, run
-from topograd.fields.network import Network, check_problem, weights_of
+from topograd.fields.network import Network, check_inputs, check_same_kind, weights_of
 
 
 def hidden(v: Tensor, overlaps: Tensor, targets: Tensor, eta: float, steps: int) -> Iterator[Tensor]:
     """v (rows, N) of one hidden layer at t = 0..steps, from v(0) and Q^{(0)} (rows, M) alone.
 
-    >>> import torch
     >>> [v.tolist() for v in hidden(torch.tensor([[1.0], [-1.0]]), torch.eye(2), torch.zeros(2), 0.5, 1)]
     [[[1.0], [-1.0]], [[0.5], [-1.0]]]
     """
@@ -70,6 +71,22 @@ def evolve(
         yield state
         if t < steps:
             past.add(state, state.Y[:M] - targets)
+
+
+def check_problem(
+    weights: Sequence[Tensor], inputs: Tensor, targets: Tensor, unseen: Tensor | None = None
+) -> Tensor:
+    """All rows, training inputs and then unseen ones, after a look at every shape."""
+    check_inputs(weights, inputs)
+    M = inputs.shape[0]
+    if targets.shape != (M,):
+        shape = tuple(targets.shape)
+        raise FieldError(setting="targets", given=shape, allowed=f"({M},): Y is one number an example")
+    check_same_kind("targets", targets, inputs)
+    if unseen is None:
+        return inputs
+    check_inputs(weights, unseen, "unseen")
+    return torch.cat([inputs, unseen])
 
 
 class _Past:

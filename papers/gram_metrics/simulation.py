@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.history import evolve
 from topograd.errors import DivergenceError, FieldError
-from topograd.fields.field_state import State, crossings
-from topograd.fields.history import evolve
+from topograd.fields.field_state import State
 from topograd.fields.network import Network
 
 
@@ -89,6 +89,12 @@ def simulate(
         )
     counts = torch.stack(crossed) if crossed else torch.zeros(0, dtype=torch.int64, device=inputs.device)
     return Simulation(Y[:, :M] - targets, Y[:, M:], counts)
+
+
+def crossings(before: State, after: State) -> Tensor:
+    """How many entries of the masks changed, over all layers and rows; a tensor without dimensions."""
+    changed = [(before.a[layer] != after.a[layer]).sum() for layer in before.a]
+    return torch.stack(changed).sum()
 
 
 def check_run(eta: float, steps: int) -> None:

@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from papers.gram_metrics.checks import Problem
+from papers.gram_metrics.history import check_problem, evolve, hidden
+from raising import refused
 from tests.oracles.fields import descend
+from topograd.errors import FieldError
 from topograd.fields.field_state import state_of
-from topograd.fields.history import evolve, hidden
 
 Make = Callable[..., Problem]
 NETWORKS = [((6, 8), 0.5), ((6, 8, 8), 0.5), ((4, 7, 5, 8), 0.5), ((5, 6, 7, 6, 5), 0.05)]
@@ -117,3 +119,31 @@ def test_float32(make: Make) -> None:
     found = list(evolve(single, problem.inputs.float(), problem.targets.float(), eta=0.1, steps=5))
     assert found[-1].Y.dtype == torch.float32
     assert torch.allclose(found[-1].Y.double(), exact[-1].Y, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"inputs": torch.zeros(0, 3)}, "inputs"),
+        ({"inputs": torch.zeros(2, 4)}, "inputs"),
+        ({"inputs": torch.zeros(3)}, "inputs"),
+        ({"inputs": torch.zeros(2, 3).double()}, "inputs"),
+        ({"targets": torch.zeros(2, 1)}, "targets"),
+        ({"targets": torch.zeros(3)}, "targets"),
+        ({"targets": torch.zeros(2).double()}, "targets"),
+        ({"unseen": torch.zeros(0, 3)}, "unseen"),
+        ({"unseen": torch.zeros(2, 2)}, "unseen"),
+    ],
+)
+def test_bad_problems(change: dict[str, Tensor], setting: str) -> None:
+    good = {"inputs": torch.zeros(2, 3), "targets": torch.zeros(2), "unseen": torch.zeros(1, 3)}
+    weights = [torch.zeros(4, 3)]
+    assert check_problem(weights, **good).shape == (3, 3)
+    with refused(FieldError, setting=setting):
+        check_problem(weights, **{**good, **change})
+
+
+def test_a_run_checks_its_problem(make: Callable[..., Problem]) -> None:
+    problem: Problem = make(3, 4)
+    with refused(FieldError, setting="targets"):
+        next(evolve(problem.weights, problem.inputs, problem.targets[:-1], eta=0.1, steps=1))
