@@ -18,7 +18,7 @@ VERBS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code."""
-    return run_program(PROGRAM, {"": VERBS}, _run_verb, argv)
+    return run_program(PROGRAM, VERBS, _run_verb, argv)
 
 
 def _run_verb(verb: str, argv: list[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import topograd
-from topograd.cli.main import MOVED, VERBS
+from topograd.cli.main import ALIASES, MOVED, VERBS
 from topograd.errors import ConfigError
 
 
@@ -63,14 +63,20 @@ def test_an_unknown_verb_is_one_line(call: Any) -> None:
     assert "'--jsn' is not a command" in call("--jsn").refusal
 
 
+@pytest.mark.parametrize("old", ALIASES)
+def test_an_old_name_works_and_names_the_new_one(old: str, call: Any) -> None:
+    answer = call(old, "--help")
+    assert answer.code == 0
+    assert answer.err == f"topograd: {old} is now: topograd {ALIASES[old]}\n"
+    assert answer.out == call(*ALIASES[old].split(), "--help").out
+    assert answer.out.startswith(f"usage: topograd {ALIASES[old]}")
+
+
 @pytest.mark.parametrize("words", MOVED)
 def test_what_has_moved_says_where_it_is(words: str, call: Any) -> None:
     said = call(*words.split(), "--json").refusal
-    ours = MOVED[words].startswith("topograd ")
-    how = "now: " if ours else "not installed; in a clone of the repository, run "
-    assert said == f"topograd: '{words}' is {how}{MOVED[words]}\n"
-    if ours:
-        assert call(*MOVED[words].split()[1:], "--help").code == 0
+    where = f"'{words}' is not installed; in a clone of the repository, run {MOVED[words]}"
+    assert said == f"topograd: {where}\n"
     assert words.split()[0] in VERBS or len(words.split()) == 1
     for module in re.findall(r"python (benchmarks/\w+\.py)", MOVED[words]):
         assert (Path(__file__).parents[2] / module).is_file()

@@ -53,6 +53,8 @@ GROUPS = {
     },
 }
 VERBS = {verb: words for group in GROUPS.values() for verb, words in group.items()}
+ALIASES = {name: f"specialist {name}" for name in ("attach", "finetune", "compose", "route", "align")}
+"""Commands of version 0.2, for one release."""
 MOVED = {
     "study": "python -m papers list, then python -m papers run NAME",
     "reproduce": "python -m papers reproduce",
@@ -70,15 +72,14 @@ MOVED = {
     "bench monitors": "python benchmarks/monitors.py",
     "bench prompts": "python benchmarks/prompts.py",
     "simulate": "python benchmarks/simulate.py",
-    **{name: f"topograd specialist {name}" for name in ("attach", "finetune", "compose", "route", "align")},
 }
-"""Commands that are gone, and what replaces them: those of papers and benchmarks run from a clone."""
+"""Commands of the papers and benchmarks: they run from a clone of the repository and are not installed."""
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command of `topograd` and return the exit code."""
-    return run_program("topograd", GROUPS, run_command, argv, MOVED)
+    return run_program("topograd", VERBS, run_command, argv, MOVED, ALIASES, GROUPS)
 
 
 def run_command(verb: str, argv: list[str]) -> int:
@@ -92,29 +93,34 @@ def run_command(verb: str, argv: list[str]) -> int:
 
 def run_program(
     program: str,
-    groups: Mapping[str, Mapping[str, str]],
+    verbs: Mapping[str, str],
     run: Callable[[str, list[str]], int],
     argv: list[str] | None = None,
     moved: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    groups: Mapping[str, Mapping[str, str]] | None = None,
 ) -> int:
     """Run one command of a program by `run(command, its arguments)` and return the exit code.
 
-    Every error that a user can cause becomes one line on stderr. `groups` says under headings what each
-    command does, in a line; `moved` names what replaces a command, or two words, that is gone.
+    Every error that a user can cause becomes one line on stderr. `verbs` says what each command does, in a
+    line; `groups` has the same under headings. `moved` names what replaces a command, or two words, that is
+    gone; `aliases` what an old name stands for.
     """
     try:
         _prepare_streams()
         if argv is None:
             sys.path.append(os.getcwd())  # for parts of the user's own, `package.module:attribute`
         given = sys.argv[1:] if argv is None else argv
-        code = _guarded(lambda: _dispatch(program, groups, run, given, moved or {}))
+        code = _guarded(
+            lambda: _dispatch(
+                program, groups or {"": verbs}, run, _renamed(given, aliases or {}), moved or {}
+            )
+        )
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
     except KeyboardInterrupt as stopped:
-        if argv is None:  # the process is about to end; a second Ctrl-C must not show a traceback
-            import signal
-
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if argv is None:
+            _ignore_interrupts()
         _fail(str(stopped) or "interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # whoever read the output has gone
@@ -154,6 +160,14 @@ _TOO_LARGE = ("allocate", "Storage size calculation overflowed")
 """What torch says of a tensor that does not fit."""
 
 
+def _renamed(argv: list[str], aliases: Mapping[str, str]) -> list[str]:
+    """The arguments with an old command's name replaced, and a line that says so."""
+    if not argv or argv[0] not in aliases:
+        return argv
+    print(f"topograd: {argv[0]} is now: topograd {aliases[argv[0]]}", file=sys.stderr)
+    return [*aliases[argv[0]].split(), *argv[1:]]
+
+
 def _dispatch(
     program: str,
     groups: Mapping[str, Mapping[str, str]],
@@ -175,8 +189,7 @@ def _dispatch(
         return 2
     for words in (verb, " ".join(argv[:2])):
         if words in moved:
-            now, clone = "now: ", "not installed; in a clone of the repository, run "
-            return _fail(f"{words!r} is {now if moved[words].startswith(program) else clone}{moved[words]}")
+            return _fail(f"{words!r} is not installed; in a clone of the repository, run {moved[words]}")
     names = [name for group in groups.values() for name in group]
     if verb not in names:
         import difflib
@@ -223,3 +236,10 @@ def _discard_output() -> None:
         except OSError:
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def _ignore_interrupts() -> None:
+    """The process is about to end; a second Ctrl-C must not show a traceback."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
