@@ -2,9 +2,9 @@
 
     python benchmarks/loading.py RUN [--rounds 5] [--json]
 
-`import` is importing topograd, `open` is tg.load, `token` the first token in the fastest runtime, `system` the
-part of all that the system's kernel took. All are processor time: they hold on a machine that others use too.
-`first` has an empty cache: weights are hashed, packed and kept. The next two hash what was kept, and are
+`import` is importing topograd, `open` is tg.load, `token` the first token in the fastest runtime, `system`
+the part of all that the system's kernel took. All are processor time: they hold on a machine that others use
+too. `first` has an empty cache: weights are hashed, packed and kept. The next two hash what was kept, and are
 not counted; the others find hashes remembered and map the file. `torch` says whether it was imported. Memory
 is the growth of the resident set from before the opening to behind the token, over the bytes of the weights.
 """

@@ -31,7 +31,7 @@ RUNTIMES = ("torch", "onnx", "native")
 TURN = 8
 """Tokens of a turn; the first is not counted."""
 UNCOUNTED = 3
-"""Starts that read the files, pack and keep the weights, and hash what was kept until it is two seconds old."""
+"""Starts that read the files, pack and keep the weights, and hash what was kept while it is new."""
 
 
 def steps(writing: dict[str, Iterator[Any]], rows: int, tokens: int) -> dict[str, dict[str, list[float]]]:
