@@ -63,7 +63,9 @@ class Cache:
         self.plan, self.capacity = plan, capacity
         self.stages: abc.Sequence[StageCache] = self.runtime.stage_caches(plan, capacity)
         self._embeds_arrays = self.runtime if isinstance(self.runtime, ArrayRuntime) else None
-        self.device = device if device is not None or self._embeds_arrays else device_of(self.runtime.stack)
+        self.device = device
+        if device is None and self._embeds_arrays is None:
+            self.device = device_of(self.runtime.stack)
         """None is the CPU."""
         self.outputs: dict[Key, SlotBuffer] = {}
         self._reads = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]

@@ -88,6 +88,7 @@ class Engine:
             assert stack is not None
             runtime = TorchRuntime(stack.for_decoding() if self.keeps_states else stack)
         self.runtime, self._given = runtime, stack
+        self._readout = runtime if isinstance(runtime, ArrayReadout) else None
         self.context = context
         self.exits = self.plan.predicting()
         """The stages that predict."""
@@ -198,13 +199,12 @@ class Engine:
 
     def next_tokens(self, batch: Batch, stage: int) -> list[int]:
         """What each sequence writes next by the exit after `stage`, which has run."""
-        terms, runtime = self.plan.prediction.after(stage), self.runtime
-        head = self.plan.stages[stage].head
-        plain = len(terms) == 1 and terms[0] == (stage, 1) and all(sequence.plain for sequence in batch)
-        if not plain or not isinstance(runtime, ArrayReadout) or self.translator(head) is not None:
+        readout, head = self._readout, self.plan.stages[stage].head
+        alone = self.plan.prediction.after(stage) == ((stage, 1),)
+        plain = alone and all(sequence.plain for sequence in batch)
+        if readout is None or not plain or self.translator(head) is not None:
             return choose(self.logits(batch, stage), batch)
-        values = runtime.readout_array(batch[0].cache.hidden_array(batch, stage), head)
-        best, tokens = _largest(values)
+        best, tokens = _largest(readout.readout_array(batch[0].cache.hidden_array(batch, stage), head))
         check_finite(best)
         return tokens
 
