@@ -54,6 +54,8 @@ def unsupported_reason(stack: Stack) -> str | None:
 class OperatorRuntime(ABC):
     """A runtime over the parts of a transformer in float32 on a CPU."""
 
+    ready = False
+
     def __init__(self, stack: Stack, made: dict[str, Quantized] | None) -> None:
         self.stack = cast("Transformer", stack)
         self.made = {} if made is None else made

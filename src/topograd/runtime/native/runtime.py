@@ -69,7 +69,7 @@ def unsupported_reason(stack: Stack) -> str | None:
 class NativeRuntime(OperatorRuntime):
     """Packed weights of a stack."""
 
-    name, ready = "native", False
+    name = "native"
     relays = True
     """Whether stages may pass on something else than their hidden states: its stack knows how."""
 
