@@ -59,7 +59,8 @@ class Cache:
         self, runtime: Runtime | Stack, plan: Plan, capacity: int, device: torch.device | None = None
     ) -> None:
         """On the device of the stack's parameters, unless another is given."""
-        self.runtime = cast("Runtime", runtime) if hasattr(runtime, "stage_caches") else TorchRuntime(runtime)
+        is_stack = not hasattr(runtime, "stage_caches")
+        self.runtime: Runtime = TorchRuntime(cast("Stack", runtime)) if is_stack else cast("Runtime", runtime)
         self.plan, self.capacity = plan, capacity
         self.stages: abc.Sequence[StageCache] = self.runtime.stage_caches(plan, capacity)
         self._embeds_arrays = self.runtime if isinstance(self.runtime, ArrayRuntime) else None

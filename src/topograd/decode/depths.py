@@ -66,16 +66,20 @@ PRUNING_VOCAB = 8192
 
 def engine_of(session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> Engine:
     """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
-    own = {"context": session.config.model.context, "translators": partial(_exits, session)}
-    file = weights_file(session.run.folder, weights)
-    file = file if weights != "float32" and file.exists() else None
-    precision = check_precision(weights)
+    file: Path | None = weights_file(session.run.folder, weights)
+    if weights == "float32" or not (file and file.exists()):
+        file = None
+    precision, context, exits = (
+        check_precision(weights),
+        session.config.model.context,
+        partial(_exits, session),
+    )
     place = _place(session, runtime, precision, file)
     if place is not None and (kept := open_kept(place, precision, lambda: session.stack)) is not None:
-        return Engine(None, session.plan, runtime=kept, **own)
+        return Engine(None, session.plan, context, kept, exits)
     made = None if file is None else load_weights(file, precision, session.weights)
     chosen = runtime_of(session.stack, runtime, weights, made)
-    engine = Engine(session.stack, session.plan, runtime=chosen, **own)
+    engine = Engine(session.stack, session.plan, context, chosen, exits)
     if place is not None and isinstance(chosen, NativeRuntime):
         keep(chosen, engine.plan, place)
     return engine

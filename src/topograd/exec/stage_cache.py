@@ -63,8 +63,7 @@ class StageCache:
             module.new_slots() if on else None for module, on in zip(modules, varlen, strict=True)
         ]
         outputs = (*(output for output, _ in planned.inputs), *planned.outputs)
-        known = () if stack is None else outputs
-        self._histories = [output for output in known if is_causal(stack, output.relay)]
+        self._histories = [o for o in outputs if stack is not None and is_causal(stack, o.relay)]
         self._states: dict[Place, SequenceStates] = {}
 
     @property

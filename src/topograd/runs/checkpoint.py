@@ -104,6 +104,10 @@ class CheckpointStore(Protocol):
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         """Fill a model, and its optimizers to continue training, from a verified checkpoint."""
 
+    def verified(self, name: str) -> Checkpoint | None:
+        """A checkpoint whose files are the recorded ones, without reading a tensor; None where that cannot
+        be known. Raises Unusable or CheckpointError."""
+
 
 @dataclass(frozen=True)
 class FolderStore:

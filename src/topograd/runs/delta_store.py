@@ -139,6 +139,9 @@ class DeltaStore:
         fill(model, {**tensors, **part.loaded}, f"the base {base.run.folder} with {loaded.path}")
         return replace(loaded, weights=self.weights(name))
 
+    def verified(self, name: str) -> None:
+        """What its base has, only reading it shows."""
+
     def own_tensors(self, name: str) -> dict[str, Tensor]:
         """What a checkpoint holds beside its base; the file is verified when the run is opened."""
         return load_file(self.own.folder / name / TENSOR_FILES[0])

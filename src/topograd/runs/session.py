@@ -107,23 +107,27 @@ def open_run(
         run.manifest.verify(name_)
     read = partial(_read_stack, run, config, checkpoint)
     found = _verified(run, checkpoint) if later and config.device == "cpu" else None
-    later = found is not None
-    if found is not None:
-        check_owner(run, found)
-        topology = config.build_topology()
-        plan, read_stack = Plan.of(topology, topology.layers), lambda: read()[0]
-    else:
-        stack, plan, found = read()
-        read_stack = lambda: stack  # noqa: E731
-    own = {"run": run, "config": config, "plan": plan, "step": found.step, "weights": found.weights}
-    return LoadedRun(**own, read_stack=read_stack, later=later)
+    if found is None:
+        stack, plan, loaded = read()
+        return _opened(run, config, lambda: stack, plan, loaded)
+    check_owner(run, found)
+    topology = config.build_topology()
+    opened = _opened(run, config, lambda: read()[0], Plan.of(topology, topology.layers), found)
+    return replace(opened, later=True)
+
+
+def _opened(
+    run: Run, config: TrainConfig, read_stack: Callable[[], Stack], plan: Plan, of: Checkpoint
+) -> LoadedRun:
+    return LoadedRun(
+        run=run, config=config, read_stack=read_stack, plan=plan, step=of.step, weights=of.weights
+    )
 
 
 def _verified(run: Run, checkpoint: str) -> Checkpoint | None:
     """A checkpoint whose files are the recorded ones; None where reading it would say why not."""
-    store = run.store
     try:
-        return store.verified(checkpoint) if hasattr(store, "verified") else None
+        return run.store.verified(checkpoint)
     except (Unusable, TopogradError):
         return None
 

@@ -354,7 +354,7 @@ class OnnxStageCache(StageCache):
     ) -> Binding:
         states: dict[str, Array] = {}
         for index, layer in zip(self.planned.layers, self.slots, strict=True):
-            assert layer is not None
+            assert isinstance(layer, ArrayKVSlots)
             states[f"keys.{index}"] = layer.keys.array(room, slots)[low:high]
             states[f"values.{index}"] = layer.values.array(room, slots)[low:high]
         bound = Binding(session, frame, states, self.fixed.values, self._names)

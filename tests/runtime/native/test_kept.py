@@ -90,7 +90,8 @@ def test_a_damaged_file_is_not_used(place: Path, file: str, damage: str) -> None
 def test_other_weights_settings_precisions_and_layouts_have_other_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    places = {place_of(content, p) for content in (["a", 1], ["a", 2], ["b", 1]) for p in ("int8", "int4")}
+    precisions: tuple[Precision, ...] = ("int8", "int4")
+    places = {place_of(content, p) for content in (["a", 1], ["a", 2], ["b", 1]) for p in precisions}
     monkeypatch.setattr(module, "FORMAT", -1)
     assert len(places | {place_of(["a", 1], "int8")}) == 7
 

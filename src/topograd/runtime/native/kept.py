@@ -220,10 +220,11 @@ def _table(structure: ctypes.Structure, at: Callable[[int], int]) -> Table:
 def _structure(kind: type[S], table: Table, base: int) -> S:
     """The structure of a table, whose file lies at an address."""
     made = kind()
-    for name, each in ((field[0], field[1]) for field in kind._fields_):
+    fields: list[tuple[str, Any]] = [(field[0], field[1]) for field in kind._fields_]
+    for name, each in fields:
         value = table[name]
         if isinstance(value, dict):
-            value = _structure(each, value, base)  # type: ignore[type-var]
+            value = _structure(each, value, base)
         elif each is ctypes.c_void_p and value is not None:
             value += base
         setattr(made, name, value)

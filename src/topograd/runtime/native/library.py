@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterable
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -120,9 +121,10 @@ def default_threads() -> int:
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if given.isdigit() and int(given):
         return int(given)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = {_siblings(cpu) for cpu in usable}
-    return len(cores)
+    usable: Iterable[int] = range(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
+    return len({_siblings(cpu) for cpu in usable})
 
 
 def _siblings(cpu: int) -> str:
