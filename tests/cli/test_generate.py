@@ -3,6 +3,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from topograd.cli import generate as module
 from topograd.cli.main import main
 from topograd.decode import model
 from topograd.runs.folder import Run
+from topograd.runtime.native.library import missing_reason
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -49,6 +52,41 @@ def test_a_continuation_as_json(staged: Path, call: Any) -> None:
     assert (answer["depth"], answer["exits"]) == ("prefix:1", [32, 0])
     assert 0 < len(answer["text"]) <= 32
     assert answer["tokens_per_second"] == pytest.approx(32 / answer["seconds"])
+
+
+PROGRAM = """
+import sys
+from topograd.cli.main import main
+code = main(sys.argv[1:])
+sys.stderr.write("torch" if "torch" in sys.modules else "alone")
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
+def test_kept_weights_write_the_same_without_torch(staged: Path, tmp_path: Path) -> None:
+    def call(*words: str) -> tuple[dict[str, Any], str]:
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "generate",
+            str(staged),
+            "--prompt",
+            "def ",
+            "--json",
+            *words,
+        ]
+        settings = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        return {key: value for key, value in answer.items() if "second" not in key}, done.stderr
+
+    first = call("--tokens", "20")
+    assert first[1] == "torch"
+    assert call("--tokens", "20") == (first[0], "alone")
+    assert call("--tokens", "20", "--depth", "prefix:1")[1] == "alone"
+    assert call("--tokens", "20", "--depth", "speculate:lookup")[0]["text"] == first[0]["text"]
 
 
 def test_all_stages_by_default_and_each_prefix_is_a_model(staged: Path, call: Any) -> None:

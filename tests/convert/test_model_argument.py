@@ -16,7 +16,7 @@ import torch
 
 import topograd as tg
 from raising import refused
-from topograd.convert import model_argument
+from topograd.convert import importing, model_argument
 from topograd.convert.card import read_origin
 from topograd.convert.export import export_model
 from topograd.convert.model_argument import resolve_model
@@ -48,7 +48,7 @@ def gguf(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_argument, "import_model", lambda *_: pytest.fail("it was converted again"))
+    monkeypatch.setattr(importing, "import_model", lambda *_: pytest.fail("it was converted again"))
 
 
 def test_a_run_is_itself(straight: Run, cache: Path) -> None:

@@ -16,9 +16,10 @@ from calls import Call, caller
 from raising import refused
 from topograd.cli.main import main
 from topograd.convert.export import export_model
+from topograd.convert.huggingface import PEFT as CONFIG
 from topograd.convert.importing import import_model
 from topograd.convert.model_argument import resolve_model
-from topograd.convert.peft_adapter import CONFIG, TENSORS, read_peft
+from topograd.convert.peft_adapter import TENSORS, read_peft
 from topograd.errors import CheckpointError, ConfigError
 
 peft = pytest.importorskip("peft")

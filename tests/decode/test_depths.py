@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from raising import refused
 from topograd.decode import depths
@@ -22,7 +23,9 @@ from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble,
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError, RunError, TopologyError
 from topograd.runs.folder import Run
-from topograd.runs.session import LoadedTextRun
+from topograd.runs.session import LoadedTextRun, open_session
+from topograd.runtime.native.kept import KeptRuntime
+from topograd.runtime.native.library import missing_reason
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -269,3 +272,27 @@ def test_the_default_is_what_pays(session: LoadedTextRun, uncalibrated: LoadedTe
     (uncalibrated.run.folder / "calibration.json").write_text("{")
     assert default_depth(uncalibrated) == "speculate", "an open run remembers what it read"
     assert default_depth(replace(uncalibrated)) == "full", "it is damaged"
+
+
+@pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
+def test_kept_weights_are_used_while_nobody_has_had_the_model_in_hand(
+    session: LoadedTextRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that somebody may have changed is packed, and is not kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def kept(later: bool, change: bool = False, runtime: str | None = None) -> bool:
+        opened = open_session(session.run.folder, later=later)
+        if change:
+            with torch.no_grad():
+                next(opened.stack.parameters()).add_(1)
+        engine = engine_of(opened, runtime)
+        texts.append(generate_batch(FixedDepth(engine), [[1, 2]], 20))
+        return isinstance(engine.runtime, KeptRuntime)
+
+    texts: list[object] = []
+    assert [kept(False), kept(True, change=True)] == [False, False]
+    assert not (tmp_path / "topograd" / "packed").exists()
+    assert [kept(True), kept(True), kept(True, runtime="native")] == [False, True, True]
+    assert [kept(False), kept(True, change=True), kept(True, runtime="torch")] == [False, False, False]
+    assert texts[0] == texts[2] == texts[3] == texts[4] == texts[5] == texts[7]

@@ -10,8 +10,8 @@ import pytest
 
 from file_reads import opened_below
 from retrofits import retrofitted_copy
-from topograd.decode import depths
 from topograd.decode import model as module
+from topograd.decode.calibration import store
 from topograd.decode.model import Model, load
 from topograd.runs.session import LoadedTextRun
 
@@ -68,13 +68,13 @@ def test_a_run_that_drafts_is_opened_once(
 def test_what_a_depth_takes_to_be_found_is_of_the_texts_time(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, load_calibration = [0.0], depths.load_calibration
+    now, load_calibration = [0.0], store.load
 
     def slow(session: LoadedTextRun) -> object:
         now[0] += 5
         return load_calibration(session)
 
-    monkeypatch.setattr(depths, "load_calibration", slow)
+    monkeypatch.setattr(store, "load", slow)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     assert model.generate("stage ", 3).seconds >= 5
     assert model.generate("stage ", 3, depth="full").seconds == 0

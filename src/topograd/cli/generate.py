@@ -293,11 +293,9 @@ def note_long(tokens: int, model: Model, what: str) -> None:
 
 def warn_untrained(made: Generated, model: Model) -> None:
     """Say that tokens came from exits that were never trained: those of a model that was only imported."""
-    from topograd.decode.retrofitted import open_exits
-
     last = len(model.session.plan.predicting()) - 1
     early = any(piece.exit < last and not piece.drafter for piece in made.pieces)  # drafts are verified
-    if early and model.session.step == 0 and not open_exits(model.session):
+    if early and model.session.step == 0 and not model.engine.translators():
         note(
             "tokens left after exits that were never trained: this model was imported, and only its last "
             "stage learned to predict; topograd retrofit --exits trains the others"

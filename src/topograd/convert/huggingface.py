@@ -16,15 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
-from torch import Tensor, nn
 
 from topograd.data import read_corpus
 from topograd.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 LENGTH = 128
 """Tokens of a row."""
@@ -33,6 +35,8 @@ HUB = "hf:"
 """What a model's name on the hub is written behind."""
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "README.md")
 """The files of a Hugging Face folder that are read, so these are downloaded."""
+PEFT = "adapter_config.json"
+"""What a folder of an adapter of peft's has."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
@@ -51,6 +55,11 @@ class Loaded:
         answer = model(input_ids=ids)
         found: Tensor = answer.logits if self.causal else answer.last_hidden_state
         return found
+
+
+def is_peft(folder: Path) -> bool:
+    """Whether a folder holds an adapter of peft's and no model."""
+    return (folder / PEFT).is_file() and not (folder / "config.json").is_file()
 
 
 def local_model(model: Path | str) -> Path:
@@ -75,8 +84,10 @@ def local_model(model: Path | str) -> Path:
         ) from problem
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float64) -> Loaded:
-    """The model of a folder in this type, or one line that says why not."""
+def load(folder: Path, dtype: torch.dtype | None = None) -> Loaded:
+    """The model of a folder in this type, by default float64, or one line that says why not."""
+    import torch
+
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("a Hugging Face checkpoint needs transformers", remedy="install topograd[hf]")
     if not any(folder.glob("*.safetensors")):
@@ -94,7 +105,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float64) -> Loaded:
                 folder,
                 config=config,
                 use_safetensors=True,
-                dtype=dtype,
+                dtype=dtype or torch.float64,
                 output_loading_info=True,
                 **local,
             )
@@ -131,6 +142,8 @@ def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) 
 
     With `text`, a file or a folder, all ids are of that text, and there may be fewer.
     """
+    import torch
+
     length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
     rows = -(-max(MIN_TOKENS, 10 * width) // length)
     file = folder / "tokenizer.json"

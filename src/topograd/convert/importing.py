@@ -30,8 +30,8 @@ from torch import Tensor
 from topograd.convert.adapted import adapt_folder
 from topograd.convert.card import origin_of_folder, origin_of_gguf, source_name, write_card, write_origin
 from topograd.convert.families import config_of, is_native, load_tensors
-from topograd.convert.huggingface import local_model, without_weights
-from topograd.convert.peft_adapter import base_of, is_peft, merge_peft, read_peft
+from topograd.convert.huggingface import is_peft, local_model, without_weights
+from topograd.convert.peft_adapter import base_of, merge_peft, read_peft
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError

@@ -26,9 +26,7 @@ import shutil
 from pathlib import Path
 
 from topograd.convert.card import source_name
-from topograd.convert.huggingface import HUB, HUB_FILES, local_model
-from topograd.convert.importing import import_model
-from topograd.convert.peft_adapter import base_of, is_peft, read_peft
+from topograd.convert.huggingface import HUB, HUB_FILES, is_peft, local_model
 from topograd.data.cache import InUse, default_cache, prune_entries
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import RunError
@@ -82,6 +80,10 @@ def _converted(source: Path) -> Path:
         temporary = entry / f".{run.name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         try:
+            from topograd.convert.importing import (
+                import_model,  # brings torch, which a second use does not need
+            )
+
             import_model(source, temporary)
             temporary.rename(run)
         except BaseException:
@@ -102,6 +104,8 @@ def _key(source: Path) -> str:
     if source.is_dir():
         content += [str(source.absolute()), [file.name for file in files]]
         if is_peft(source):
+            from topograd.convert.peft_adapter import base_of, read_peft
+
             content.append(_base_key(local_model(base_of(read_peft(source)))))
     return hashlib.sha256(dump_json(content).encode()).hexdigest()[:24]
 

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from topograd.convert.families import family_config
-from topograd.convert.huggingface import HUB
+from topograd.convert.huggingface import HUB, PEFT
 from topograd.convert.tensor_names import tensor_names
 from topograd.errors import CheckpointError, ConfigError
 from topograd.files import dump_json, read_json, saving_tensors, write_atomic
@@ -40,7 +40,7 @@ from topograd.nn.stack import Stack
 from topograd.runs.delta_store import DeltaStore
 from topograd.runs.session import LoadedTextRun
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
 _CHANGES = (
@@ -84,14 +84,9 @@ class PeftAdapter:
     """By the name of the module."""
 
 
-def is_peft(folder: Path) -> bool:
-    """Whether a folder holds an adapter of peft's and no model."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
 def read_peft(folder: Path) -> PeftAdapter:
     """The adapter in a folder."""
-    settings = read_json(folder / CONFIG, CheckpointError)
+    settings = read_json(folder / PEFT, CheckpointError)
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         kind = settings.get("peft_type") if isinstance(settings, dict) else None
         raise _unread(folder, f"its peft_type is {kind!r}")
@@ -214,9 +209,7 @@ def write_peft(folder: Path, session: LoadedTextRun) -> dict[str, Any]:
     transposed = is_transposed(session.stack.get_submodule(modules[0]))
     targets = _targets([names[module] for module in modules], list(names.values()))
     base = base_name(store)
-    write_atomic(
-        folder / CONFIG, dump_json(_settings(base, rank, scale, targets, transposed), indent=2) + "\n"
-    )
+    write_atomic(folder / PEFT, dump_json(_settings(base, rank, scale, targets, transposed), indent=2) + "\n")
     with saving_tensors(file := folder / TENSORS):
         save_file(tensors, file, metadata={"format": "pt"})
     left = sorted(name for name in own if ".lora_" not in name)

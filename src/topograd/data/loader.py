@@ -8,21 +8,25 @@ Cost. A batch copies its tokens out of the shards, some microseconds for each se
 epoch also packs it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from topograd.data.packing import Rows, pack
 from topograd.data.shards import Shards
 from topograd.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 IGNORED = -100
 """The target of a position that has none; torch's cross-entropy leaves it out by default."""
 
 
-class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
+class Loader(Iterator["tuple[Tensor, Tensor]"]):
     """Batches (inputs, targets), int64 of shape (batch, context)."""
 
     def __init__(self, shards: Shards, context: int, batch: int, seed: int) -> None:
@@ -66,7 +70,7 @@ class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
             raise DataError(problem, setting="position", given=position)
         self._epoch, self._row, self._packed, self._order = epoch, row, packed, order
 
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def __next__(self) -> tuple[Tensor, Tensor]:
         inputs = np.full((self.batch, self.context), self.shards.separator, dtype=np.int64)
         targets = np.full((self.batch, self.context), IGNORED, dtype=np.int64)
         for index in range(self.batch):
@@ -74,6 +78,8 @@ class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
                 self._start_epoch(self._epoch + 1)
             self._fill(self._order[self._row], inputs[index], targets[index])
             self._row += 1
+        import torch
+
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def _start_epoch(self, epoch: int) -> None:

@@ -10,23 +10,28 @@ token of context: bits per byte here are an upper bound on what a sliding window
 bits per byte = nats of the targets / (ln 2 * nbytes).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from topograd.data.loader import IGNORED
 from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Text:
     """Held-out text as sequences: targets of -100 do not count, the others decode to `nbytes` bytes."""
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: Tensor
+    targets: Tensor
     nbytes: int
 
 
@@ -35,7 +40,7 @@ def windows(
     tokenizer: Tokenizer,
     context: int,
     limit_bytes: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+) -> tuple[Tensor, Tensor, int]:
     """(inputs, targets, nbytes): int64 tensors of shape (windows, context), and the targets' bytes.
 
     `documents` are tokens without separators: `Shards`, or a list of what `Tokenizer.encode` gave. With
@@ -59,6 +64,8 @@ def windows(
         inputs[index, 1 : len(here)] = here[:-1]
         if begin > 0:
             inputs[index, 0] = arrays[document][begin - 1]
+    import torch
+
     return torch.from_numpy(inputs), torch.from_numpy(targets), int(nbytes.sum())
 
 

@@ -26,23 +26,26 @@ differently in company.
 from __future__ import annotations
 
 from collections import abc
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Sequence
 from topograd.errors import StackError
-from topograd.exec.forward import run_stage
-from topograd.exec.stage_cache import StageCache
 from topograd.nn.host_numbers import send
-from topograd.nn.relays import Identity
-from topograd.nn.slots import Place, PlaceTable, SlotBuffer, Spans
-from topograd.nn.stack import LayerContext, Stack
-from topograd.runtime.protocol import ArrayRuntime, ArrayStageCache, Runtime, TorchRuntime
+from topograd.nn.slots import ArrayBuffer, Place, PlaceTable, SlotBuffer, Spans
+from topograd.runtime.protocol import ArrayRuntime, ArrayStageCache, Runtime, TorchRuntime, device_of
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from topograd.exec.stage_cache import StageCache
+    from topograd.nn.stack import LayerContext, Stack
 
 Batch = abc.Sequence[Sequence]
 Key = EdgeOutput | int
@@ -56,11 +59,15 @@ class Cache:
         self, runtime: Runtime | Stack, plan: Plan, capacity: int, device: torch.device | None = None
     ) -> None:
         """On the device of the stack's parameters, unless another is given."""
-        self.runtime = TorchRuntime(runtime) if isinstance(runtime, Stack) else runtime
-        self.stack, self.plan, self.capacity = self.runtime.stack, plan, capacity
+        is_stack = not hasattr(runtime, "stage_caches")
+        self.runtime: Runtime = TorchRuntime(cast("Stack", runtime)) if is_stack else cast("Runtime", runtime)
+        self.plan, self.capacity = plan, capacity
         self.stages: abc.Sequence[StageCache] = self.runtime.stage_caches(plan, capacity)
-        owned = next(iter(self.stack.buffers()), next(iter(self.stack.parameters()), torch.empty(0)))
-        self.device = owned.device if device is None else device
+        self._embeds_arrays = self.runtime if isinstance(self.runtime, ArrayRuntime) else None
+        self.device = device
+        if device is None and self._embeds_arrays is None:
+            self.device = device_of(self.runtime.stack)
+        """None is the CPU."""
         self.outputs: dict[Key, SlotBuffer] = {}
         self._reads = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
         position_bytes = sum(stage.position_bytes for stage in self.stages)
@@ -68,12 +75,16 @@ class Cache:
         self._dirty: set[tuple[int, int]] = set()
         self._last: Spans | None = None
         self._ctx: tuple[Spans, LayerContext] | None = None
-        self._embeds_arrays = self.runtime if isinstance(self.runtime, ArrayRuntime) else None
-        sources = [_plain_source(self.stack, planned) for planned in plan.stages]
+        sources = [_plain_source(self.runtime, planned) for planned in plan.stages]
         self._arrays = [
             (stage, source) if isinstance(stage, ArrayStageCache) and source is not None else None
             for stage, source in zip(self.stages, sources, strict=True)
         ]
+
+    @property
+    def stack(self) -> Stack:
+        """The model."""
+        return self.runtime.stack
 
     # Sequences
 
@@ -229,7 +240,7 @@ class Cache:
             packed = [token for _, new in pairs for token in new]
             before = [t for s, new in pairs for t in (s.tokens[-1] if s.tokens else -1, *new[:-1])]
             values = self._embeds_arrays.embed_array(packed, before)
-            spans.write_array(self._buffer(EMBEDDING, values.shape[1:], torch.float32), values)
+            spans.write_array(self._array_buffer(EMBEDDING, values.shape[1:]), values)
         else:
             first = 0
             for group in spans.groups:
@@ -248,6 +259,8 @@ class Cache:
             return self.runtime.embed(inputs, send(last, self.device)[:, 0])
         if not any(last):
             return self.runtime.embed(inputs)
+        import torch
+
         return torch.cat([self._embed([row], [before]) for row, before in zip(new, last, strict=True)])
 
     def pending(self, sequence: Sequence, stage: int) -> int:
@@ -274,6 +287,8 @@ class Cache:
         elif whole:
             self._run_from_start(batch, stage, spans)
         else:
+            from topograd.exec.forward import run_stage
+
             ctx = self._bus_of(batch, spans)
             received = [
                 ctx.x0 if port.source == EMBEDDING else spans.read(self.outputs[port])
@@ -286,6 +301,8 @@ class Cache:
 
     def _run_from_start(self, batch: list[Sequence], stage: int, spans: Spans) -> None:
         """A stage that keeps nothing: its whole prefix, for sequences of one length at a time."""
+        from topograd.exec.forward import run_stage
+
         first = 0
         for group in spans.groups:
             rows = batch[first : first + group.rows]
@@ -306,10 +323,10 @@ class Cache:
         if spans.tokens is None:
             each = zip(batch, spans.starts, spans.counts, strict=True)
             spans.tokens = [token for s, start, n in each for token in s.tokens[start : start + n]]
-        x0 = spans.read_array(self.outputs[EMBEDDING])
-        h = x0 if source == EMBEDDING else spans.read_array(self.outputs[source])
+        x0 = spans.read_array(self._arrayed(EMBEDDING))
+        h = x0 if source == EMBEDDING else spans.read_array(self._arrayed(source))
         values = cache.run_arrays(h, x0, spans)
-        buffer = self._buffer(stage, values.shape[1:], torch.float32)
+        buffer = self._array_buffer(stage, values.shape[1:])
         spans.write_array(buffer, values)
         for port in self.plan.stages[stage].outputs:
             self.outputs[port] = buffer
@@ -323,12 +340,47 @@ class Cache:
                 write(self._buffer(port, message.shape[2:], message.dtype), message)
 
     def _buffer(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> SlotBuffer:
+        if self._embeds_arrays is not None:
+            return self._array_buffer(key, shape)
         if key not in self.outputs:
+            assert self.device is not None
             self.outputs[key] = SlotBuffer((), tuple(shape), dtype, self.device)
         return self.outputs[key]
 
+    def _array_buffer(self, key: Key, shape: tuple[int, ...]) -> ArrayBuffer:
+        if key not in self.outputs:
+            self.outputs[key] = ArrayBuffer((), tuple(shape))
+        return self._arrayed(key)
+
+    def _arrayed(self, key: Key) -> ArrayBuffer:
+        return cast("ArrayBuffer", self.outputs[key])
+
     def hidden(self, batch: Batch, stage: int, counts: abc.Sequence[int] | None = None) -> Tensor:
         """The stage's last outputs, `counts` of each sequence (by default one), packed: (N, ...)."""
+        import torch
+
+        if self._embeds_arrays is not None:
+            return torch.from_numpy(self.hidden_array(batch, stage, counts))
+        order, spans = self._last_positions(batch, stage, counts)
+        hidden = spans.read(self.outputs[stage])[0]
+        if order == sorted(order):
+            return hidden
+        parts = dict(zip(order, hidden.split(list(spans.counts)), strict=True))
+        return torch.cat([parts[i] for i in range(len(batch))])
+
+    def hidden_array(self, batch: Batch, stage: int, counts: abc.Sequence[int] | None = None) -> NDArray[Any]:
+        """`hidden` of a runtime that takes arrays."""
+        order, spans = self._last_positions(batch, stage, counts)
+        hidden = spans.read_array(self._arrayed(stage))
+        if order == sorted(order):
+            return hidden
+        parts = dict(zip(order, np.split(hidden, np.cumsum(spans.counts)[:-1]), strict=True))
+        return np.concatenate([parts[i] for i in range(len(batch))])
+
+    def _last_positions(
+        self, batch: Batch, stage: int, counts: abc.Sequence[int] | None
+    ) -> tuple[list[int], Spans]:
+        """The last positions that a stage ran, in the order of their places, and whose they are."""
         counts = [1] * len(batch) if counts is None else counts
         for sequence, count in zip(batch, counts, strict=True):
             if sequence.marks[stage] < count:
@@ -341,18 +393,7 @@ class Cache:
         order = sorted(range(len(batch)), key=lambda i: batch[i].place.key)
         rows = [batch[i] for i in order]
         starts = [batch[i].marks[stage] - counts[i] for i in order]
-        spans = self._spans(rows, starts, [counts[i] for i in order], keep=False)
-        if self._embeds_arrays is not None:
-            hidden = torch.from_numpy(spans.read_array(self.outputs[stage]))
-        else:
-            hidden = spans.read(self.outputs[stage])[0]
-        if order == list(range(len(batch))):
-            return hidden
-        parts = hidden.split([counts[i] for i in order])
-        back: list[Tensor] = [hidden] * len(batch)
-        for i, part in zip(order, parts, strict=True):
-            back[i] = part
-        return torch.cat(back)
+        return order, self._spans(rows, starts, [counts[i] for i in order], keep=False)
 
     def truncate(self, batch: Batch, lengths: abc.Sequence[int]) -> None:
         """Forget everything from these positions on."""
@@ -394,12 +435,20 @@ class Cache:
         return self._ctx[1]
 
 
-def _plain_source(stack: Stack, planned: PlannedStage) -> Key | None:
+def _plain_source(runtime: Runtime, planned: PlannedStage) -> Key | None:
     """What a stage reads, where it reads one hidden state as it is and sends its own so; else None."""
     ports = (*(port for port, _ in planned.inputs), *planned.outputs)
-    if len(planned.inputs) > 1 or not all(isinstance(stack.relay(port.relay), Identity) for port in ports):
+    if len(planned.inputs) > 1 or not all(_is_plain(runtime, port.relay) for port in ports):
         return None
     if any(port.layer != planned.stage.stop for port in planned.outputs):
         return None
     port, _ = planned.inputs[0]
     return EMBEDDING if port.source == EMBEDDING else port
+
+
+def _is_plain(runtime: Runtime, relay: str) -> bool:
+    if relay == "identity":
+        return True
+    from topograd.nn.relays import Identity
+
+    return isinstance(runtime.stack.relay(relay), Identity)

@@ -23,54 +23,87 @@ stage, N and a run guess the tokens of its vocabulary only; N@all, FOLDER@all gu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-import torch
-from torch import Tensor
-
-from topograd.decode.calibration.measure import Calibration, PositionCosts
-from topograd.decode.calibration.policy import (
-    MAX_STEPS,
-    USUAL_COSTS,
-    ExpectedGainPolicy,
-    Rule,
-    thresholds,
-)
-from topograd.decode.calibration.store import load as load_calibration
-from topograd.decode.calibration.tune import Tuning, drafter_of
-from topograd.decode.draft_model import ModelDrafter
-from topograd.decode.draft_stage import DraftStageDrafter
-from topograd.decode.drafters import MAX_DRAFT, AutoregressiveDrafter, DraftRule, LookupDrafter, PrefixDrafter
+from topograd.data.digest_cache import remembered_sha256
 from topograd.decode.engine import Engine, check_exits
-from topograd.decode.retrofitted import KIND, Retrofitted, has_retrofit, open_exits, open_retrofit
-from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble
-from topograd.decode.wand import Wand
 from topograd.errors import ConfigError, RunError
 from topograd.runs.adapter import is_adapter
 from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runtime.choice import runtime_of
-from topograd.runtime.quantize import check_precision, load_weights, weights_file
+from topograd.runtime.native.kept import keep, open_kept, place_of
+from topograd.runtime.native.runtime import NativeRuntime
+from topograd.runtime.quantize import Precision, check_precision, load_weights, weights_file
 from topograd.topology.branches import parse_branches, parse_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.decode.calibration.measure import Calibration, PositionCosts
+    from topograd.decode.calibration.policy import (
+        Rule,
+    )
+    from topograd.decode.calibration.tune import Tuning
+    from topograd.decode.drafters import (
+        AutoregressiveDrafter,
+        LookupDrafter,
+    )
+    from topograd.decode.retrofitted import Retrofitted
+    from topograd.decode.wand import Wand
+    from topograd.nn.translator import Translator
 
 ALL = "@all"
 """Behind a drafter that is to guess all tokens."""
+DRAFT = "draft"
+"""The folder of a run's own adapter."""
 PRUNING_VOCAB = 8192
 """From this vocabulary on, the last head is read for the surviving candidates only (docs/results)."""
 
 
 def engine_of(session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> Engine:
     """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
-    made, file = None, weights_file(session.run.folder, weights)
-    if weights != "float32" and file.exists():
-        made = load_weights(file, check_precision(weights), session.weights)
-    chosen = runtime_of(session.stack, runtime, weights, made)
-    return Engine(
-        session.stack, session.plan, session.config.model.context, chosen, partial(open_exits, session)
+    file: Path | None = weights_file(session.run.folder, weights)
+    if weights == "float32" or not (file and file.exists()):
+        file = None
+    precision, context, exits = (
+        check_precision(weights),
+        session.config.model.context,
+        partial(_exits, session),
     )
+    place = _place(session, runtime, precision, file)
+    if place is not None and (kept := open_kept(place, precision, lambda: session.stack)) is not None:
+        return Engine(None, session.plan, context, kept, exits)
+    made = None if file is None else load_weights(file, precision, session.weights)
+    chosen = runtime_of(session.stack, runtime, weights, made)
+    engine = Engine(session.stack, session.plan, context, chosen, exits)
+    if place is not None and isinstance(chosen, NativeRuntime):
+        keep(chosen, engine.plan, place)
+    return engine
+
+
+def _place(
+    session: LoadedTextRun, runtime: str | None, precision: Precision, file: Path | None
+) -> Path | None:
+    """Where the packed weights of a run are kept; None where they are not for sure those of its files."""
+    if runtime not in (None, "native") or not session.untouched:
+        return None
+    heads = [planned.head for planned in session.plan.stages if planned.predicts]
+    topology = session.plan.topology
+    content = [session.weights, session.config.model.to_dict(), topology.layers, topology.heads, heads]
+    return place_of([*content, None if file is None else remembered_sha256(file)], precision)
+
+
+def _exits(session: LoadedTextRun) -> Mapping[int, Translator]:
+    """What the exits of a run are read through."""
+    if not is_adapter(session.run.folder / DRAFT):
+        return {}
+    from topograd.decode.retrofitted import open_exits
+
+    return open_exits(session)
 
 
 def strategy_of(
@@ -96,6 +129,8 @@ def strategy_of(
     if kind == "branches":
         return PathEnsemble(engine, parse_branches(rest))
     if kind == "wand":
+        from topograd.decode.calibration.store import load as load_calibration
+
         check_exits(session.plan)
         return _wand(depth, rest, load_calibration(session)[0], engine)
     if kind == "speculate":
@@ -111,6 +146,10 @@ def strategy_of(
 
 def default_depth(session: LoadedTextRun) -> str:
     """Speculation where the run is calibrated and it pays; else full. Both write the same."""
+    if not session.run.calibration_file.exists():
+        return "full"
+    from topograd.decode.calibration.store import load as load_calibration
+
     try:
         _, tuning = load_calibration(session)
     except RunError:
@@ -122,6 +161,11 @@ def speculation_of(
     session: LoadedTextRun, engine: Engine, tuning: Tuning, greedy: bool = True
 ) -> DecodeStrategy:
     """Speculation by the drafters that were selected, or full depth where none pays."""
+    import torch
+
+    from topograd.decode.calibration.tune import drafter_of
+    from topograd.decode.speculation import Speculate
+
     selection = tuning.greedy if greedy else tuning.sampled
     if selection is None:
         return FixedDepth(engine)
@@ -132,6 +176,9 @@ def speculation_of(
 
 
 def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine) -> Wand:
+    from topograd.decode.calibration.policy import Rule, thresholds
+    from topograd.decode.wand import Wand
+
     name, _, number = rest.partition(":")
     name = name or "flip-rate"
     rule: Rule | None = next((rule for rule in get_args(Rule) if rule == name), None)
@@ -156,6 +203,11 @@ def _speculate(
     draft: Path | str | None,
     costs: Callable[[], PositionCosts] | None,
 ) -> DecodeStrategy:
+    from topograd.decode.calibration.policy import MAX_STEPS, USUAL_COSTS, ExpectedGainPolicy
+    from topograd.decode.calibration.store import load as load_calibration
+    from topograd.decode.drafters import AutoregressiveDrafter, PrefixDrafter
+    from topograd.decode.speculation import Speculate
+
     if not rest and draft is None:
         if session.run.calibration_file.exists():
             check_exits(session.plan)
@@ -176,6 +228,11 @@ def _drafter(
     depth: str, word: str, session: LoadedTextRun, engine: Engine, draft: Path | str | None
 ) -> LookupDrafter | AutoregressiveDrafter:
     """One drafter of a combination."""
+    from topograd.decode.calibration.tune import drafter_of
+    from topograd.decode.draft_model import ModelDrafter
+    from topograd.decode.draft_stage import DraftStageDrafter
+    from topograd.decode.drafters import MAX_DRAFT, DraftRule, PrefixDrafter
+
     if word in ("lookup", "table", "draft"):
         return drafter_of(word, engine, partial(_retrofitted, session, draft))
     word, whole = word.removesuffix(ALL), word.endswith(ALL)
@@ -203,12 +260,16 @@ def _drafter(
 
 def _vocabulary(session: LoadedTextRun, draft: Path | str | None) -> Tensor | None:
     """The tokens of the draft stage, `draft` or the run's own; None where there is none."""
+    from topograd.decode.retrofitted import has_retrofit
+
     if draft is not None and is_adapter(draft):
         return _retrofitted(session, draft).stage.vocabulary
     return _retrofitted(session, None).stage.vocabulary if has_retrofit(session) else None
 
 
 def _retrofitted(session: LoadedTextRun, folder: Path | str | None) -> Retrofitted:
+    from topograd.decode.retrofitted import KIND, open_retrofit
+
     return session.once((KIND, str(folder)), lambda: open_retrofit(session, folder))
 
 

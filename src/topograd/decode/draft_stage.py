@@ -183,7 +183,7 @@ class DraftStageDrafter:
         """Run new tokens, each with the state before it; of a block, x0 of the last ones is given."""
         self._cache.push(own, new)
         for mine, x0 in zip(own, slots, strict=False):
-            room = self._cache.outputs[EMBEDDING].rooms[mine.place.room]
+            room = self._cache.outputs[EMBEDDING].at(mine.place.room, 1)
             room[mine.place.slot, len(mine) - len(x0) : len(mine)] = x0
         self._joined.previous = {mine.place: h for mine, h in zip(own, states, strict=True)}
         self._cache.run(own, 0)

@@ -16,26 +16,27 @@ import functools
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from topograd.decode.cache import Batch, Cache
 from topograd.decode.sampling import Sampling, draw
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError, DivergenceError
-from topograd.exec.forward import predict
-from topograd.nn.preparation import check_prepared
-from topograd.nn.relays import CausalRelay
-from topograd.nn.stack import Stack
-from topograd.nn.translator import Readable, TranslatedReader, Translator
-from topograd.runtime.protocol import Runtime, TorchRuntime
+from topograd.exec.stage_cache import is_causal
+from topograd.runtime.protocol import ArrayReadout, Runtime, TorchRuntime, inference
 from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.nn.stack import Stack
+    from topograd.nn.translator import Readable, Translator
 
 Tokens = abc.Sequence[abc.Sequence[int]]
 
@@ -58,30 +59,51 @@ class Engine:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: Stack | None,
         topology: Plan | Topology | Configuration | Composition | str,
         context: int | None = None,
         runtime: Runtime | None = None,
         translators: Callable[[], Mapping[int, Translator]] = dict,
     ) -> None:
-        """`translators` gives what exits before the last are read through, by head, when one is read."""
-        context = stack.context if context is None else context
+        """`translators` gives what exits before the last are read through, by head, when one is read.
+
+        `stack` is None where the runtime has packed weights that were kept, of a plan that fits them.
+        """
+        if stack is None:
+            assert isinstance(topology, Plan)
+            assert context is not None
+            assert runtime is not None
+            self.plan, self.keeps_states = topology, True
+        else:
+            from topograd.nn.preparation import check_prepared
+
+            context = stack.context if context is None else context
+            self.plan = Plan.of(topology, len(stack.layers))
+            check_prepared(stack, self.plan)
+            self.keeps_states = all(hasattr(layer, "new_state") for layer in stack.layers)
+            """Whether a token costs one position, and not the whole prefix."""
         if context < 1:
             raise ConfigError(setting="context", given=context, allowed="at least 1")
-        self.plan = Plan.of(topology, len(stack.layers))
-        check_prepared(stack, self.plan)
-        self.keeps_states = all(hasattr(layer, "new_state") for layer in stack.layers)
-        """Whether a token costs one position, and not the whole prefix."""
         if runtime is None:
+            assert stack is not None
             runtime = TorchRuntime(stack.for_decoding() if self.keeps_states else stack)
-        self.runtime, self.stack = runtime, runtime.stack
-        self.trained = stack
-        """The stack as it was given, which is not laid out for decoding."""
+        self.runtime, self._given = runtime, stack
+        self._readout = runtime if isinstance(runtime, ArrayReadout) else None
         self.context = context
         self.exits = self.plan.predicting()
         """The stages that predict."""
         self.translators = functools.cache(translators)
         self._last_head = self.plan.stages[self.plan.last].head
+
+    @property
+    def stack(self) -> Stack:
+        """The model as the runtime has it."""
+        return self.runtime.stack
+
+    @property
+    def trained(self) -> Stack:
+        """The stack as it was given, which is not laid out for decoding."""
+        return self.runtime.stack if self._given is None else self._given
 
     @property
     def last(self) -> int:
@@ -95,8 +117,8 @@ class Engine:
 
     def branched(self, paths: abc.Sequence[Path]) -> tuple[Engine, tuple[int, ...]]:
         """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
-        names = [port.relay for planned in self.plan.stages for port in planned.outputs]
-        if any(isinstance(self.stack.relay(name), CausalRelay) for name in names):
+        names = {port.relay for planned in self.plan.stages for port in planned.outputs} - {"identity"}
+        if any(is_causal(self.stack, name) for name in names):
             raise ConfigError(
                 "regions that are joined by interfaces cannot be skipped",
                 setting="paths",
@@ -124,7 +146,7 @@ class Engine:
         """A cache without sequences."""
         return Cache(self.runtime, self.plan, self.context)
 
-    @torch.inference_mode()
+    @inference
     def start(self, prompts: Tokens, sampling: Sampling | None = None) -> list[Sequence]:
         """Sequences of one new cache that hold the end of each prompt, not run yet.
 
@@ -169,9 +191,22 @@ class Engine:
         At the last `counts` positions of each sequence (by default one), sequence behind sequence; for some
         `tokens` of the vocabulary, or all.
         """
+        from topograd.exec.forward import predict
+
         terms = self.plan.prediction.after(stage)
         hidden = {each: batch[0].cache.hidden(batch, each, counts) for each, _ in terms}
         return predict(self.reader(self.runtime), self.plan, hidden, terms, tokens)
+
+    def next_tokens(self, batch: Batch, stage: int) -> list[int]:
+        """What each sequence writes next by the exit after `stage`, which has run."""
+        readout, head = self._readout, self.plan.stages[stage].head
+        alone = self.plan.prediction.after(stage) == ((stage, 1),)
+        plain = alone and all(sequence.plain for sequence in batch)
+        if readout is None or not plain or self.translator(head) is not None:
+            return choose(self.logits(batch, stage), batch)
+        best, tokens = _largest(readout.readout_array(batch[0].cache.hidden_array(batch, stage), head))
+        check_finite(best)
+        return tokens
 
     def translator(self, head: int) -> Translator | None:
         """What an exit with this head is read through; None for the last, and where it is read as it is."""
@@ -179,6 +214,8 @@ class Engine:
 
     def reader(self, reader: Readable) -> Readable:
         """The stack or a runtime, with the exits before the last read through their translators."""
+        from topograd.nn.translator import TranslatedReader
+
         return TranslatedReader(reader, self.translators, self._last_head)
 
 
@@ -206,6 +243,8 @@ def choose(logits: Tensor, batch: Batch) -> list[int]:
 
 def processed(logits: Tensor, batch: Batch) -> Tensor:
     """Logits (rows, vocab) as each sequence's sampling wants them; as they are where none changes any."""
+    import torch
+
     if not any(sequence.sampling.looks_back for sequence in batch):
         return logits
     rows = logits.cpu().double().split(1)  # one copy for all
@@ -232,13 +271,18 @@ def likeliest(logits: Tensor) -> tuple[list[float], list[int]]:
     """
     if logits.device.type != "cpu":
         return read_together(*logits.max(-1))
-    values = logits.numpy()
+    return _largest(logits.numpy())
+
+
+def _largest(values: NDArray[Any]) -> tuple[list[float], list[int]]:
     best = values.argmax(-1)
     return values[range(len(values)), best].tolist(), best.tolist()
 
 
 def read_together(scores: Tensor, tokens: Tensor) -> tuple[list[Any], list[Any]]:
     """Scores and token numbers of one shape as lists, in one copy from a device: exact below 2²⁴ tokens."""
+    import torch
+
     if scores.device.type == "cpu":
         return scores.tolist(), tokens.tolist()
     dtype = torch.promote_types(scores.dtype, torch.float32)

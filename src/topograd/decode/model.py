@@ -16,26 +16,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
-from topograd.data.windows import Text
 from topograd.decode.depths import default_depth, engine_of, strategy_of
 from topograd.decode.engine import Engine
-from topograd.decode.grammar import Grammar, GrammarCompiler
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Sequence as TokenSequence
-from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
-from topograd.exec.forward import Predictor
 from topograd.registry import Registry
 from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 from topograd.runtime.quantize import check_precision
-from topograd.training.evaluation import Evaluation, evaluate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.data.windows import Text
+    from topograd.decode.grammar import Grammar, GrammarCompiler
+    from topograd.training.evaluation import Evaluation
 
 MAX_TOKENS = 100_000
 MAX_PROMPT = 1_000_000
@@ -92,6 +91,8 @@ class Model:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """What makes grammars ready for its tokenizer."""
+        from topograd.decode.grammar import GrammarCompiler
+
         return GrammarCompiler(self.session.tokenizer)
 
     def generate(
@@ -149,7 +150,7 @@ class Model:
             self._strategies[key].warm_up()
             began += time.perf_counter() - paused
         strategy = self._strategies[key]
-        if isinstance(strategy, Speculate):
+        if strategy.drafter is not None:
             strategy.drafter.policy.forget()  # the same seed writes the same text
         pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
@@ -169,7 +170,7 @@ class Model:
         made, tally = Generated(stream.text), sequence.tally
         made.prompt = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         made.depth, made.deepest, made.pieces = depth, strategy.exit + 1, pieces
-        drafts = isinstance(strategy, Speculate) or depth == "speculate"  # full depth where none pays
+        drafts = strategy.drafter is not None or depth == "speculate"  # full depth where none pays
         made.drafted, made.accepted = (tally.drafted, tally.accepted) if drafts else (None, None)
         made.by_drafter = {name: (count.drafted, count.accepted) for name, count in tally.by.items()}
         made.seconds = time.perf_counter() - began
@@ -180,9 +181,12 @@ class Model:
         tokenizer = self.session.tokenizer
         return tokenizer.encode(prompt, "prompt") or [tokenizer.separator]
 
-    @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """What the model predicts behind each token: (time, vocab), or (rows, time, vocab) of rows."""
+        import torch
+
+        from topograd.exec.forward import Predictor
+
         vocab, context = self.session.config.model.vocab, self.session.config.model.context
         allowed = (
             f"numbers of 0..{vocab - 1}, (time,) or (sequences, time), at most {context} of each sequence"
@@ -197,16 +201,20 @@ class Model:
             raise ConfigError(setting="tokens", given=tokens, allowed=allowed)
         sequences = inputs if inputs.dim() == 2 else inputs[None]
         if self.precision == "float32":
-            logits: Tensor = Predictor(self.session.stack, self.session.plan)(sequences)
+            with torch.no_grad():
+                logits: Tensor = Predictor(self.session.stack, self.session.plan)(sequences)
         else:  # the quantised weights are the engine's
             full, (count, length) = FixedDepth(self.engine), sequences.shape
             batch = full.engine.start(sequences.tolist())
-            full.engine.run(batch, full.stage)
-            logits = full.predictions(batch, [length] * count).view(count, length, -1)
+            with torch.no_grad():
+                full.engine.run(batch, full.stage)
+                logits = full.predictions(batch, [length] * count).view(count, length, -1)
         return logits if inputs.dim() == 2 else logits[0]
 
     def evaluate(self, data: Path | str | None = None, limit_bytes: int | None = None) -> Evaluation:
         """Readings on the run's held-out text, or on all of the text at `data`."""
+        from topograd.training.evaluation import evaluate
+
         if self.precision != "float32":
             raise ConfigError(
                 setting="weights",
@@ -235,7 +243,8 @@ def load(
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(setting="model", given=model, allowed="a path, or hf:ORG/NAME")
     check_precision(weights)  # before the model is read
-    return Model(open_session(SOURCES["any"](model), checkpoint), runtime, weights)
+    later = runtime in (None, "native")  # what others run is made of the model itself
+    return Model(open_session(SOURCES["any"](model), checkpoint, later=later), runtime, weights)
 
 
 def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **settings: object) -> Generated:

@@ -33,13 +33,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from topograd.errors import ConfigError, DivergenceError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from topograd.decode.grammar import CompiledGrammar
 
 
@@ -131,6 +130,9 @@ def finite(logits: Tensor) -> Tensor:
 
 def distribution(z: Tensor, sampling: Sampling) -> Tensor:
     """The same of float64 logits on the CPU, of which some, but not all of a row, may be -inf: forbidden."""
+    import torch
+    import torch.nn.functional as F
+
     if sampling.greedy:
         return F.one_hot(z.argmax(-1), z.shape[-1]).double()
     if sampling.top_k is None and (sampling.top_p is None or sampling.top_p >= 1):
@@ -167,6 +169,8 @@ def quantile(p: Tensor, u: float) -> int:
     The sum rises at that token, so its probability is not 0. There is one: the largest u is 1 - 2^-53, and
     that times the end of the sum, whatever it was rounded to, is still below it.
     """
+    import torch
+
     cumulative = p.cumsum(0)
     return int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
 
@@ -202,4 +206,6 @@ def verify_certain(token: int, p: Tensor, generator: torch.Generator) -> tuple[b
 
 def _uniform(generator: torch.Generator) -> float:
     """A multiple of 2^-53 in [0, 1)."""
+    import torch
+
     return torch.rand((), dtype=torch.float64, generator=generator).item()

@@ -7,16 +7,16 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from topograd.decode.processor import LogitsProcessor
 from topograd.decode.sampling import Sampling, distribution, finite, probabilities
 from topograd.errors import ConfigError
 from topograd.nn.slots import Place
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from topograd.decode.cache import Cache
+    from topograd.decode.processor import LogitsProcessor
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Sequence:
     def begin(self, sampling: Sampling) -> None:
         """Begin another text: its sampling, a random stream of its seed, drafters that know nothing."""
         self.sampling = sampling
-        self.generator = torch.Generator().manual_seed(sampling.seed)
+        self._generator: torch.Generator | None = None
         self.close_drafters()
         self.tally = Tally()
         self.processor: LogitsProcessor | None = None
@@ -77,7 +77,18 @@ class Sequence:
     def start_writing(self) -> None:
         """A token is about to be written: before the first, what the sequence holds is its prompt."""
         if self.processor is None and self.sampling.looks_back:
+            from topograd.decode.processor import LogitsProcessor
+
             self.processor = LogitsProcessor(self.sampling, self.tokens)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The random stream of its seed."""
+        if self._generator is None:
+            import torch
+
+            self._generator = torch.Generator().manual_seed(self.sampling.seed)
+        return self._generator
 
     @property
     def plain(self) -> bool:

@@ -50,6 +50,8 @@ Drafter = LookupDrafter | AutoregressiveDrafter
 class Speculate(DecodeStrategy):
     """Draft by a rule with the stages up to exit `exit_`, or by some drafters; verify with all stages."""
 
+    drafter: CompositeDrafter
+
     def __init__(
         self,
         engine: Engine,

@@ -15,18 +15,20 @@ from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from topograd.decode.cache import Batch
 from topograd.decode.engine import Emitted, Engine, Tokens, choose
-from topograd.decode.log_op import compose
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
-from topograd.runtime.protocol import single_threaded_torch
+from topograd.runtime.protocol import inference, single_threaded_torch
 from topograd.topology.branches import Path, path_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.decode.drafters import CompositeDrafter
 
 
 class DecodeStrategy(ABC):
@@ -35,6 +37,8 @@ class DecodeStrategy(ABC):
     engine: Engine
     exit: int
     """The deepest exit that a token may leave after, counted from 0."""
+    drafter: CompositeDrafter | None = None
+    """What drafts, where anything does."""
     exits_early = False
     """Whether a token's exit is its own choice, so that its probability is that exit's."""
 
@@ -65,10 +69,10 @@ class DecodeStrategy(ABC):
         """How many layers a token runs at most."""
         return sum(len(self.engine.plan.stages[stage].layers) for stage in self.prompt_stages)
 
-    @torch.inference_mode()
+    @inference
     def warm_up(self) -> None:
         """Let the runtime make what it makes when a stage or a head first runs, for a prompt and a token."""
-        if self.engine.runtime.name == "torch":
+        if self.engine.runtime.ready:
             return
         batch = self.engine.start([[0, 0]])
         for _ in range(2):
@@ -105,10 +109,10 @@ class FixedDepth(DecodeStrategy):
     def last_stages(self) -> list[int]:
         return [self.stage]
 
-    @torch.inference_mode()
+    @inference
     def step(self, batch: Batch) -> list[list[Emitted]]:
         self.engine.run(batch, self.stage)
-        return self._emit(batch, choose(self.engine.logits(batch, self.stage), batch))
+        return self._emit(batch, self.engine.next_tokens(batch, self.stage))
 
 
 class PathEnsemble(DecodeStrategy):
@@ -141,10 +145,12 @@ class PathEnsemble(DecodeStrategy):
 
     def predictions(self, batch: Batch, counts: abc.Sequence[int] | None = None) -> Tensor:
         """Log-probabilities (N, vocab) of the pool."""
+        from topograd.decode.log_op import compose
+
         each = [self.engine.logits(batch, end, counts) for end in self.ends]
         return each[0] if len(each) == 1 else compose(each, self.weights)
 
-    @torch.inference_mode()
+    @inference
     def step(self, batch: Batch) -> list[list[Emitted]]:
         for end in self.ends:
             self.engine.run(batch, end)

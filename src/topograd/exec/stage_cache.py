@@ -16,17 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from topograd.nn.layer_state import History, LayerState
-from topograd.nn.mamba.recurrent import RecurrentState
-from topograd.nn.relays import CausalRelay, Relay
 from topograd.nn.slots import KVSlots, Place
-from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import EdgeOutput, PlannedStage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.nn.mamba.recurrent import RecurrentState
+    from topograd.nn.relays import Relay
+    from topograd.nn.stack import LayerContext, Stack
 
 
 @dataclass
@@ -40,21 +41,29 @@ class SequenceStates:
         return [*(state for state in self.layers if state is not None), *self.histories.values()]
 
 
+def is_causal(stack: Stack, relay: str) -> bool:
+    """Whether what a relay sends at a position depends on earlier ones."""
+    from topograd.nn.relays import CausalRelay
+
+    return isinstance(stack.relay(relay), CausalRelay)
+
+
 class StageCache:
     """KV caches, recurrent states and histories of one stage."""
 
-    def __init__(self, stack: Stack, planned: PlannedStage, capacity: int) -> None:
+    def __init__(self, stack: Stack | None, planned: PlannedStage, capacity: int) -> None:
+        """`stack` is None where a runtime has packed layers that pass their hidden states on as they are."""
         self.stack, self.planned, self.capacity = stack, planned, capacity
-        modules: list[Any] = [stack.layers[i] for i in planned.layers]
+        modules: list[Any] = [None if stack is None else stack.layers[i] for i in planned.layers]
         self.modules = modules
-        self.from_start = not all(hasattr(module, "new_state") for module in modules)
+        self.from_start = stack is not None and not all(hasattr(each, "new_state") for each in modules)
         """Whether a run must be given every position of its sequences."""
         varlen = [getattr(module, "supports_varlen", False) and not self.from_start for module in modules]
         self.slots: list[KVSlots | None] = [
             module.new_slots() if on else None for module, on in zip(modules, varlen, strict=True)
         ]
         outputs = (*(output for output, _ in planned.inputs), *planned.outputs)
-        self._histories = [output for output in outputs if isinstance(stack.relay(output.relay), CausalRelay)]
+        self._histories = [o for o in outputs if stack is not None and is_causal(stack, o.relay)]
         self._states: dict[Place, SequenceStates] = {}
 
     @property
@@ -132,6 +141,10 @@ class StageCache:
 
     def _each(self, module: Any, layer: int, h: Tensor, ctx: LayerContext) -> Tensor:
         """A layer with a state of its own for each sequence."""
+        import torch
+
+        from topograd.nn.mamba.recurrent import RecurrentState
+
         assert ctx.spans is not None, "a cache runs spans"
         spans = ctx.spans
         states: list[Any] = [self._states[place].layers[layer] for place in spans.places]
@@ -142,6 +155,10 @@ class StageCache:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _joined(self, module: Any, states: list[RecurrentState], h: Tensor, ctx: LayerContext) -> Tensor:
+        import torch
+
+        from topograd.nn.mamba.recurrent import RecurrentState
+
         assert ctx.spans is not None
         parts, first = [], 0
         for group in ctx.spans.groups:
@@ -149,6 +166,7 @@ class StageCache:
             first += group.rows
             batch = RecurrentState.joined(some)
             x0, inputs = group.unpack(ctx.x0, 1), group.unpack(ctx.inputs, 1)
+            assert self.stack is not None
             own = self.stack.layer_context(x0, inputs, group.starts[0] if group.even else group.positions)
             y = module(group.unpack(h, 1), own, batch)
             parts.append(y.reshape(1, -1, *y.shape[2:]))
@@ -158,6 +176,8 @@ class StageCache:
 
     def receive(self, relay: Relay, output: EdgeOutput, message: Tensor, ctx: LayerContext) -> Tensor:
         """The stage's input at the new positions."""
+        from topograd.nn.relays import CausalRelay
+
         if not isinstance(relay, CausalRelay):
             return relay.receive(message, ctx)
         if self.from_start:
@@ -168,6 +188,8 @@ class StageCache:
         self, relay: Relay, output: EdgeOutput, h: Tensor, received: Tensor, ctx: LayerContext
     ) -> Tensor:
         """The stage's message at the new positions."""
+        from topograd.nn.relays import CausalRelay
+
         if not isinstance(relay, CausalRelay):
             return relay.send(h, received)
         if self.from_start:
@@ -185,6 +207,8 @@ class StageCache:
         ctx: LayerContext,
         act: Callable[[Tensor, LayerContext], Tensor],
     ) -> Tensor:
+        import torch
+
         assert ctx.spans is not None
         spans, parts = ctx.spans, []
         for place, columns, own in zip(spans.places, spans.slices(), spans.contexts, strict=True):

@@ -13,19 +13,24 @@ Limits: what was sent must not be changed in place. Other devices than CUDA wait
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on a device, without waiting for it on CUDA."""
+def to_device(x: Tensor, device: torch.device | None) -> Tensor:
+    """x on a device, without waiting for it on CUDA; None is where x is."""
+    if device is None:
+        return x
     return x.to(device, non_blocking=device.type == "cuda")
 
 
-def send(numbers: Sequence[Any], device: torch.device) -> Tensor:
+def send(numbers: Sequence[Any], device: torch.device | None) -> Tensor:
     """Whole numbers in nested lists as a tensor on a device."""
+    import torch
+
     sent = to_device(torch.tensor(numbers), device)
     sent.sent_numbers = numbers  # type: ignore[attr-defined]
     return sent

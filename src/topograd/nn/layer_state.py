@@ -8,12 +8,13 @@ A state belongs to a batch of equally long sequences. Entry t of a buffer belong
 
 from __future__ import annotations
 
-from typing import Protocol, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, Self
 
 from topograd.errors import StackError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class LayerState(Protocol):
@@ -51,6 +52,8 @@ class KVState:
     def __init__(
         self, batch: int, heads: int, capacity: int, width: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        import torch
+
         self.capacity = capacity
         room = min(capacity, FIRST)
         self.keys = torch.zeros(batch, heads, room, width, device=device, dtype=dtype)

@@ -17,6 +17,7 @@ Limits: one thread at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,13 +25,14 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from topograd.nn.host_numbers import send
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from topograd.nn.stack import LayerContext, Stack
 
 
@@ -130,11 +132,12 @@ class SlotBuffer:
         self, lead: tuple[int, ...], tail: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.lead, self.tail, self.dtype, self.device = lead, tail, dtype, device
-        self.rooms: dict[int, Tensor] = {}
-        self._arrays: dict[int, NDArray[Any]] = {}
+        self.rooms: dict[int, Any] = {}
 
     def at(self, room: int, slots: int) -> Tensor:
         """The tensor of a room, with at least so many slots; new ones are zero."""
+        import torch
+
         buffer = self.rooms.get(room)
         if buffer is None or buffer.shape[0] < slots:  # len() of a tensor is slow
             shape = (slots, *self.lead, room, *self.tail)
@@ -142,15 +145,8 @@ class SlotBuffer:
             if buffer is not None:
                 larger[: len(buffer)] = buffer
             self.rooms[room] = buffer = larger
-            self._arrays.pop(room, None)
-        return buffer
-
-    def array(self, room: int, slots: int) -> NDArray[Any]:
-        """The same memory as an array, on a CPU."""
-        array = self._arrays.get(room)
-        if array is None or len(array) < slots:
-            array = self._arrays[room] = self.at(room, slots).numpy()
-        return array
+        found: Tensor = buffer
+        return found
 
     def copy(self, source: Place, target: Place, length: int, slots: int) -> None:
         """Give `target` the first positions of `source`, and zeros behind them."""
@@ -170,7 +166,6 @@ class SlotBuffer:
     def grow(self, old: int, new: int) -> None:
         """Make a room larger, for all sequences in it."""
         buffer = self.rooms.pop(old, None)
-        self._arrays.pop(old, None)
         if buffer is not None:
             self.at(new, len(buffer)).narrow(1 + len(self.lead), 0, old).copy_(buffer)
 
@@ -178,7 +173,53 @@ class SlotBuffer:
         """Free all other rooms."""
         for room in [room for room in self.rooms if room not in rooms]:
             del self.rooms[room]
-            self._arrays.pop(room, None)
+
+
+class ArrayBuffer(SlotBuffer):
+    """The same in float32 on a CPU, in arrays: torch is imported where a tensor of them is asked for."""
+
+    def __init__(self, lead: tuple[int, ...], tail: tuple[int, ...]) -> None:
+        self.lead, self.tail = lead, tail
+        self.rooms: dict[int, NDArray[np.float32]] = {}
+
+    def at(self, room: int, slots: int) -> Tensor:
+        import torch
+
+        return torch.from_numpy(self.array(room, slots))
+
+    def array(self, room: int, slots: int) -> NDArray[np.float32]:
+        """The array of a room, with at least so many slots; new ones are zero."""
+        array = self.rooms.get(room)
+        if array is None or len(array) < slots:
+            larger = _zeros((slots, *self.lead, room, *self.tail))
+            if array is not None:
+                larger[: len(array)] = array
+            self.rooms[room] = array = larger
+        return array
+
+    def copy(self, source: Place, target: Place, length: int, slots: int) -> None:
+        axis = len(self.lead)
+        new = np.moveaxis(self.array(target.room, slots)[target.slot], axis, 0)
+        old = self.rooms.get(source.room)
+        if old is None or len(old) <= source.slot:
+            length = 0
+        else:
+            new[:length] = np.moveaxis(old[source.slot], axis, 0)[:length]
+        new[length:] = 0
+
+    def grow(self, old: int, new: int) -> None:
+        array = self.rooms.pop(old, None)
+        if array is not None:
+            axis = 1 + len(self.lead)
+            np.moveaxis(self.array(new, len(array)), axis, 0)[:old] = np.moveaxis(array, axis, 0)
+
+
+def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Zeros that begin at a multiple of 64 bytes, as those of torch."""
+    size = math.prod(shape)
+    memory = np.zeros(size + 16, np.float32)
+    first = -memory.ctypes.data % 64 // 4
+    return memory[first : first + size].reshape(shape)
 
 
 @dataclass(eq=False)
@@ -195,7 +236,7 @@ class Group:
     columns: slice
     """Where their new positions are among the packed ones."""
     slots: int
-    device: torch.device
+    device: torch.device | None
     rows: int = field(init=False)
     even: bool = field(init=False)
     """Whether all begin at the same position."""
@@ -231,6 +272,8 @@ class Group:
     @cached_property
     def row_index(self) -> Tensor:
         """(rows, 1), beside `positions`."""
+        import torch
+
         return torch.arange(self.rows, device=self.device)[:, None]
 
     def read(self, buffer: SlotBuffer) -> Tensor:
@@ -330,7 +373,7 @@ class Spans:
         starts: Sequence[int],
         counts: Sequence[int],
         table: PlaceTable,
-        device: torch.device,
+        device: torch.device | None,
     ) -> None:
         self.key = _key(places, starts, counts)
         self.tokens: list[int] | None = None
@@ -368,6 +411,8 @@ class Spans:
 
     def read(self, buffer: SlotBuffer) -> Tensor:
         """The entries of a buffer at these positions: (1, N, ...)."""
+        import torch
+
         parts = [group.read(buffer).reshape(1, -1, *buffer.tail) for group in self.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -380,7 +425,7 @@ class Spans:
         """Whether these are the same positions."""
         return self.key == _key(places, starts, counts)
 
-    def read_array(self, buffer: SlotBuffer) -> NDArray[Any]:
+    def read_array(self, buffer: ArrayBuffer) -> NDArray[Any]:
         """`read` as an array (N, ...); a view where there is one sequence."""
         if len(self.places) == 1:
             (group,) = self.groups
@@ -391,7 +436,7 @@ class Spans:
         ]
         return np.concatenate(parts)
 
-    def write_array(self, buffer: SlotBuffer, values: NDArray[Any]) -> None:
+    def write_array(self, buffer: ArrayBuffer, values: NDArray[Any]) -> None:
         """`write` of an array (N, ...)."""
         column = 0
         for place, start, group in self._each():
@@ -467,3 +512,14 @@ class KVSlots:
     def append(self, group: Group, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new positions of a group; all its keys and values so far (views)."""
         return group.store(self.keys, keys), group.store(self.values, values)
+
+
+class ArrayKVSlots(KVSlots):
+    """The same for a runtime that computes on arrays: float32 on a CPU."""
+
+    keys: ArrayBuffer
+    values: ArrayBuffer
+
+    def __init__(self, heads: int, width: int) -> None:
+        self.keys, self.values = (ArrayBuffer((heads,), (width,)) for _ in range(2))
+        self.position_bytes = 8 * heads * width

@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
 
 from topograd.errors import CheckpointError, RunError
 from topograd.files import dump_json, read_json, sync, write_atomic, write_json
 from topograd.runs.tensor_files import contiguous
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from topograd.runs.session import LoadedTextRun
 
 CONFIG, TENSORS = "topograd_adapter.json", "topograd_adapter.safetensors"
@@ -214,6 +214,8 @@ def _files(folder: Path) -> tuple[Path, Path]:
 
 
 def _serialized(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
+    from safetensors.torch import save
+
     content = save(contiguous(dict(tensors)), metadata={"format": "pt"})
     return content, hashlib.sha256(content).hexdigest()
 
@@ -239,6 +241,8 @@ def _digest(config: Mapping[str, Any]) -> str:
 
 
 def _read_tensors(path: Path, allowed: Mapping[str, int]) -> tuple[dict[str, Tensor], str]:
+    from safetensors.torch import load
+
     try:
         if path.stat().st_size not in allowed.values():
             raise CheckpointError(

@@ -18,6 +18,8 @@ and torch's generators of the CPU and of CUDA. A file that was hashed once and w
 hashed again (`data/digest_cache.py`). Limits: other generators and schedulers are the caller's (`extra`).
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -26,13 +28,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, Unpack
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.files import dump_json, read_json, sha256, sync, write_json
@@ -40,6 +38,7 @@ from topograd.runs.tensor_files import (
     Tensors,
     Unusable,
     aliases_of,
+    check_file,
     check_tensors,
     contiguous,
     is_empty,
@@ -48,6 +47,11 @@ from topograd.runs.tensor_files import (
     tie_again,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
 FORMAT = "topograd-checkpoint"
 VERSION = 1
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
@@ -55,7 +59,7 @@ STATE_FILE = "state.json"
 EXTRA = "extra."
 """What the names of other tensors begin with."""
 
-Optimizers = Mapping[str, Optimizer]
+Optimizers = Mapping[str, "Optimizer"]
 State = dict[str, Any]
 _NAME = re.compile(r"(?:\.old-)?step-(\d{8,})")
 
@@ -102,6 +106,10 @@ class CheckpointStore(Protocol):
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         """Fill a model, and its optimizers to continue training, from a verified checkpoint."""
 
+    def verified(self, name: str) -> Checkpoint | None:
+        """A checkpoint whose files are the recorded ones, without reading a tensor; None where that cannot
+        be known. Raises Unusable or CheckpointError."""
+
 
 @dataclass(frozen=True)
 class FolderStore:
@@ -133,6 +141,14 @@ class FolderStore:
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         return load(self.folder / name, model, optimizers)
 
+    def verified(self, name: str) -> Checkpoint:
+        """A checkpoint whose files are the recorded ones; no tensor is read. Raises Unusable."""
+        path = self.folder / name
+        state = read_state(path)
+        for file, recorded in state["files"].items():
+            check_file(path / file, recorded)
+        return Checkpoint(path, state["step"], weights_of(state), state["extra"])
+
 
 def available(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest step first. Their contents are not read."""
@@ -162,6 +178,8 @@ def save(
     Afterwards the `keep` newest up to `step` remain. Those of later steps go too: they belong to a future
     that was given up by resuming from before it, and `latest` would otherwise prefer them.
     """
+    import torch
+
     if step < 0:
         raise ConfigError(setting="step", given=step, allowed="at least 0")
     if keep < 1:
@@ -201,6 +219,8 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
     anything is changed; a checkpoint that is damaged or does not fit raises CheckpointError, which names
     the newest one before it that could be loaded instead.
     """
+    import torch
+
     try:
         checkpoint, weights, tensors, saved = _read(path, model, optimizers)
     except Unusable as problem:
@@ -238,6 +258,8 @@ def _cuda(model: nn.Module) -> torch.device | None:
 
 def _write(folder: Path, weights: Tensors, tensors: Tensors, state: State) -> None:
     """Write the three files of a checkpoint and force them to the disk."""
+    from safetensors.torch import save_file
+
     files = {}
     for name, content in zip(TENSOR_FILES, (weights, tensors), strict=True):
         save_file(contiguous(content), folder / name)
@@ -297,6 +319,8 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 def _encode(value: Any, name: str, tensors: Tensors) -> Any:
     """A value as JSON that `_decode` reverses: tensors by name, keys and tuples kept as they are."""
+    from torch import Tensor
+
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -350,6 +374,8 @@ def _read(
 
     Changes nothing; raises Unusable.
     """
+    import torch
+
     state = read_state(path)
     ranks = state.get("set")  # saved by the ranks of a job
     if ranks:
@@ -435,6 +461,9 @@ def restore(optimizer: Optimizer, saved: State) -> None:
     `load_state_dict` casts state to the parameter's dtype, and a file forgets strides, which torch's fused
     kernels take to be the parameter's.
     """
+    import torch
+    from torch import Tensor
+
     optimizer.load_state_dict(saved)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for index, parameter in enumerate(parameters):

@@ -29,6 +29,7 @@ from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
 from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, Contents, FolderStore, Optimizers
+from topograd.runs.folder import BASE
 from topograd.runs.tensor_files import fill
 from topograd.runs.tune_config import TuneConfig
 from topograd.topology.plan import Plan
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from topograd.runs.session import LoadedRun, LoadedTextRun
 
 _SOURCES: Registry[Callable[[Path | str], Path]] = Registry("model source")
-NAME = "base.json"
 FORMAT = "topograd-base"
 VERSION = 1
 
@@ -84,7 +84,7 @@ def bind_base(run: Run, base: LoadedRun, tokenizer: Tokenizer, source: str | Non
         "tensors": sorted(base.stack.state_dict()),
         "source": source,
     }
-    run.manifest.bind(NAME, dump_json(table, indent=1) + "\n")
+    run.manifest.bind(BASE, dump_json(table, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,9 @@ class DeltaStore:
         fill(model, {**tensors, **part.loaded}, f"the base {base.run.folder} with {loaded.path}")
         return replace(loaded, weights=self.weights(name))
 
+    def verified(self, name: str) -> None:
+        """What its base has, only reading it shows."""
+
     def own_tensors(self, name: str) -> dict[str, Tensor]:
         """What a checkpoint holds beside its base; the file is verified when the run is opened."""
         return load_file(self.own.folder / name / TENSOR_FILES[0])
@@ -156,13 +159,13 @@ class DeltaStore:
         return open_session(folder, names[-1])
 
     def _read(self) -> dict[str, Any]:
-        table = read_json(self.folder / NAME, CheckpointError)
+        table = read_json(self.folder / BASE, CheckpointError)
         known = isinstance(table, dict) and table.get("format") == FORMAT
         if not known or not {"folder", "weights", "tensors"} <= table.keys():
-            raise CheckpointError(f"{self.folder / NAME} is damaged", remedy="restore it")
+            raise CheckpointError(f"{self.folder / BASE} is damaged", remedy="restore it")
         if table.get("version") != VERSION:
             raise CheckpointError(
-                f"{self.folder / NAME} has version {table.get('version')!r}",
+                f"{self.folder / BASE} has version {table.get('version')!r}",
                 setting="version",
                 allowed=f"{VERSION}",
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-
-import torch
+from typing import TYPE_CHECKING
 
 from topograd.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def usable_device(name: str, setting: str = "device") -> torch.device:
@@ -14,6 +16,8 @@ def usable_device(name: str, setting: str = "device") -> torch.device:
 
     A name that torch does not know, a device that is not there, and one without numbers (meta) are refused.
     """
+    import torch
+
     try:
         with warnings.catch_warnings(action="ignore"):  # of names that torch gave up: it refuses them next
             device = torch.device(name)

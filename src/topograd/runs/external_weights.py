@@ -14,17 +14,18 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json, sha256
 from topograd.runs.checkpoint import Checkpoint, Contents, Optimizers
 from topograd.runs.tensor_files import fill
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 NAME = "weights.json"
 FORMAT = "topograd-weights"
@@ -88,6 +89,12 @@ class ExternalWeights:
         fill(model, _tensors(files, places), str(self.folder / NAME))
         return Checkpoint(self.folder / NAME, 0, self.weights(name), {})
 
+    def verified(self, name: str) -> Checkpoint:
+        """The checkpoint, if its files are those that were imported; no tensor is read."""
+        for file in self._read()["files"]:
+            self._verified(file)
+        return Checkpoint(self.folder / NAME, 0, self.weights(name), {})
+
     def _read(self) -> dict[str, Any]:
         described = read_json(self.folder / NAME, CheckpointError)
         if not isinstance(described, dict) or described.get("format") != FORMAT:
@@ -116,6 +123,8 @@ class ExternalWeights:
 
 def _tensors(files: list[Path], places: Mapping[str, TensorLocation]) -> dict[str, Tensor]:
     """The tensors of a model, each read once from its memory-mapped file."""
+    import torch
+
     tensors: dict[str, Tensor] = {}
     for index, file in enumerate(files):
         try:

@@ -27,6 +27,9 @@ from topograd.runs.workspace import Workspace
 if TYPE_CHECKING:
     from topograd.runs.checkpoint import CheckpointStore
 
+BASE = "base.json"
+"""What a run is known by that fine-tunes another (`delta_store.py`)."""
+
 
 @dataclass(frozen=True)
 class Run(Workspace):
@@ -77,13 +80,13 @@ class Run(Workspace):
     @property
     def store(self) -> CheckpointStore:
         """Where its checkpoints are kept."""
-        from topograd.runs.checkpoint import FolderStore  # brings torch, which a folder does not need
-        from topograd.runs.delta_store import NAME as BASE
-        from topograd.runs.delta_store import DeltaStore
+        if (self.folder / BASE).is_file():
+            from topograd.runs.delta_store import DeltaStore  # brings torch, which the others do not need
+
+            return DeltaStore(self.folder)
+        from topograd.runs.checkpoint import FolderStore
         from topograd.runs.external_weights import NAME, ExternalWeights
 
-        if (self.folder / BASE).is_file():
-            return DeltaStore(self.folder)
         if (self.folder / NAME).is_file():
             return ExternalWeights(self.folder)
         return FolderStore(self.checkpoints)

@@ -7,29 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from topograd.data import Prepared, Text, Tokenizer, load_tokenizer, prepare, read_corpus, windows
-from topograd.data.images import ImageData, ImageSet, read_images, read_test_images
-from topograd.errors import CheckpointError, RunError
-from topograd.nn.images.config import ImageConfig
-from topograd.nn.lora import merge_lora
-from topograd.nn.preparation import prepare as prepare_stack
-from topograd.nn.stack import Stack
+from topograd.errors import CheckpointError, RunError, TopogradError
 from topograd.reading import build_dataclass
 from topograd.registry import Registry
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
-from topograd.runs.delta_store import apply_tuning
-from topograd.runs.device import usable_device
 from topograd.runs.folder import Run
 from topograd.runs.manifest import IMPORTED
+from topograd.runs.tensor_files import Unusable
 from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
+
+if TYPE_CHECKING:
+    from topograd.data.images import ImageData, ImageSet
+    from topograd.nn.images.config import ImageConfig
+    from topograd.nn.stack import Stack
 
 T = TypeVar("T")
 _CHATS: Registry[Callable[[Path, Tokenizer | None], Prepared | None]] = Registry("chat data")
@@ -42,11 +39,24 @@ class LoadedRun:
 
     run: Run
     config: TrainConfig
-    stack: Stack
+    read_stack: Callable[[], Stack]
+    """Builds the model with its weights."""
     plan: Plan
     step: int
     weights: str
     """SHA-256 of the weights that were loaded."""
+    later: bool = False
+    """Whether the files of the weights were verified, and the model is read when it is first asked for."""
+
+    @cached_property
+    def stack(self) -> Stack:
+        """The model, read when it is first asked for."""
+        return self.read_stack()
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has had the model in hand, so that its weights are those of the files for sure."""
+        return self.later and "stack" not in vars(self)
 
     @cached_property
     def remembered(self) -> dict[object, Any]:
@@ -68,17 +78,23 @@ class LoadedTextRun(LoadedRun):
     tokenizer: Tokenizer
 
 
-def open_session(folder: Path | str, name: str | None = None) -> LoadedTextRun:
-    """The text run in `folder` with its newest checkpoint, or the one called `name`."""
+def open_session(folder: Path | str, name: str | None = None, *, later: bool = False) -> LoadedTextRun:
+    """The text run in `folder` with its newest checkpoint, or the one called `name`; `later`: `open_run`."""
     run = Run.open(folder)
     if read_settings(run).model.task == "images":
         raise RunError(f"{folder} was trained on images", setting="folder", remedy="give a run on text")
     tokenizer = read_tokenizer(run)
-    return LoadedTextRun(**vars(open_run(folder, name, tokenizer)), tokenizer=tokenizer)
+    return LoadedTextRun(**vars(open_run(folder, name, tokenizer, later=later)), tokenizer=tokenizer)
 
 
-def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer | None = None) -> LoadedRun:
-    """The run in `folder` with its newest checkpoint, or the one called `name`, whatever its task."""
+def open_run(
+    folder: Path | str, name: str | None = None, tokenizer: Tokenizer | None = None, *, later: bool = False
+) -> LoadedRun:
+    """The run in `folder` with its newest checkpoint, or the one called `name`, whatever its task.
+
+    With `later`, the files of the weights are verified and the model is read when it is first asked for,
+    where that can be: this needs no torch.
+    """
     run = Run.open(folder)
     checkpoint = find_checkpoint(run, name)
     config = topology_at(read_settings(run), run.store.extra(checkpoint))
@@ -89,12 +105,43 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
         )
     for name_ in IMPORTED:
         run.manifest.verify(name_)
+    read = partial(_read_stack, run, config, checkpoint)
+    found = _verified(run, checkpoint) if later and config.device == "cpu" else None
+    if found is None:
+        stack, plan, loaded = read()
+        return _opened(run, config, lambda: stack, plan, loaded)
+    check_owner(run, found)
+    topology = config.build_topology()
+    opened = _opened(run, config, lambda: read()[0], Plan.of(topology, topology.layers), found)
+    return replace(opened, later=True)
+
+
+def _opened(
+    run: Run, config: TrainConfig, read_stack: Callable[[], Stack], plan: Plan, of: Checkpoint
+) -> LoadedRun:
+    return LoadedRun(
+        run=run, config=config, read_stack=read_stack, plan=plan, step=of.step, weights=of.weights
+    )
+
+
+def _verified(run: Run, checkpoint: str) -> Checkpoint | None:
+    """A checkpoint whose files are the recorded ones; None where reading it would say why not."""
+    try:
+        return run.store.verified(checkpoint)
+    except (Unusable, TopogradError):
+        return None
+
+
+def _read_stack(run: Run, config: TrainConfig, checkpoint: str) -> tuple[Stack, Plan, Checkpoint]:
+    from topograd.nn.lora import merge_lora
+    from topograd.runs.device import usable_device
+
     stack, plan = build_stack(config, empty=True)
     loaded = run.store.load(checkpoint, stack)
     check_owner(run, loaded)
     merge_lora(stack)
     stack.to(usable_device(config.device)).eval()
-    return LoadedRun(run=run, config=config, stack=stack, plan=plan, step=loaded.step, weights=loaded.weights)
+    return stack, plan, loaded
 
 
 def read_settings(run: Run) -> TrainConfig:
@@ -158,6 +205,12 @@ def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
 
     With `empty`, a model whose spec allows it has no memory yet: a checkpoint puts its weights in place.
     """
+    import torch
+
+    from topograd.nn.preparation import prepare as prepare_stack
+    from topograd.runs.delta_store import apply_tuning
+    from topograd.runs.device import usable_device
+
     torch.manual_seed(config.seed)
     topology, device = config.build_topology(), usable_device(config.device)
     if empty and config.model.loads_empty:
@@ -185,6 +238,8 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
 
 def load_images(config: TrainConfig) -> tuple[TrainConfig, ImageData]:
     """The images of the settings, and the settings with their true size, classes, mean and spread."""
+    from topograd.data.images import read_images
+
     assert config.data is not None, "settings of images have data"
     data = read_images(config.data)
     mean, std = data.statistics()
@@ -198,11 +253,13 @@ def image_spec(config: TrainConfig) -> ImageConfig:
         raise RunError(
             setting="model.kind", given=config.model.kind, allowed="of images: give a run on images"
         )
-    return cast(ImageConfig, config.model)
+    return cast("ImageConfig", config.model)
 
 
 def heldout_images(opened: LoadedRun, data: Path | str | None = None, most: int | None = None) -> ImageSet:
     """The held-out images of a run on images, or those of another folder."""
+    from topograd.data.images import read_test_images
+
     spec = image_spec(opened.config)
     assert opened.config.data is not None, "settings of images have data"
     images = read_test_images(opened.config.data if data is None else data, spec.shape, spec.classes)

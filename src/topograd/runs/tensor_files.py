@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError
 
-Tensors = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Tensors = dict[str, "Tensor"]
 
 
 class Unusable(Exception):
@@ -23,6 +23,8 @@ class Unusable(Exception):
 
 
 def tensors_of(model: nn.Module) -> Tensors:
+    from torch import Tensor
+
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -57,6 +59,8 @@ def contiguous(tensors: Tensors) -> Tensors:
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of tensors with their names, kinds and shapes, for a file that keeps it in its own header."""
+    import torch
+
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -64,13 +68,23 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read_tensors(file: Path, expected: Mapping[str, Any]) -> Tensors:
+def check_file(file: Path, expected: Mapping[str, Any]) -> None:
+    """Raise Unusable for a file that has not the size and SHA-256 that were recorded."""
     try:
         size = file.stat().st_size
         if size != expected["bytes"]:
             raise Unusable(f"is damaged ({file.name}: {size} bytes, expected {expected['bytes']})")
         if remembered_sha256(file) != expected["sha256"]:
             raise Unusable(f"is damaged ({file.name}: its SHA-256 is not the recorded one)")
+    except OSError as problem:
+        raise Unusable(f"is damaged ({file.name}: {problem})") from None
+
+
+def read_tensors(file: Path, expected: Mapping[str, Any]) -> Tensors:
+    from safetensors.torch import load_file
+
+    check_file(file, expected)
+    try:
         return load_file(file)
     except (OSError, SafetensorError) as problem:
         raise Unusable(f"is damaged ({file.name}: {problem})") from None
@@ -78,6 +92,8 @@ def read_tensors(file: Path, expected: Mapping[str, Any]) -> Tensors:
 
 def check_tensors(weights: Tensors, aliases: dict[str, str], own: Tensors, exact: bool) -> None:
     """Names, ties, shapes and dtypes must be the model's own; bfloat16 may be read, but not trained on."""
+    import torch
+
     saved = weights.keys() | aliases.keys()
     for names, problem in ((own.keys() - saved, "it lacks"), (saved - own.keys(), "the model has no")):
         if names:

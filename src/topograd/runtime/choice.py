@@ -9,12 +9,15 @@ for.
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 from topograd.errors import ConfigError
-from topograd.nn.stack import Stack
 from topograd.runtime.native import library
 from topograd.runtime.protocol import Runtime
 from topograd.runtime.quantize import Precision, Quantized, check_precision
+
+if TYPE_CHECKING:
+    from topograd.nn.stack import Stack
 
 RUNTIMES = ("torch", "onnx", "native")
 WEIGHTS = {"torch": ("float32",), "onnx": ("float32", "int8", "int4")}

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import Group, KVSlots, Place, Spans
+from topograd.nn.slots import ArrayKVSlots, Group, Place, Spans
 from topograd.nn.stack import LayerContext
 from topograd.runtime.graph import Session
 from topograd.topology.plan import PlannedStage
@@ -184,7 +184,7 @@ class OnnxStageCache(StageCache):
         self.runtime, self.frames = runtime, frames
         self.fixed = runtime.positions(capacity)
         shapes = runtime.shapes(planned)
-        self.slots = [KVSlots(*shapes[i], torch.float32, torch.device("cpu")) for i in planned.layers]
+        self.slots = [ArrayKVSlots(*shapes[i]) for i in planned.layers]
         self.taps = planned.taps
         self._last = self.taps.index(planned.stage.stop)
         self._names = [f"h.{tap}" for tap in self.taps]
@@ -354,7 +354,7 @@ class OnnxStageCache(StageCache):
     ) -> Binding:
         states: dict[str, Array] = {}
         for index, layer in zip(self.planned.layers, self.slots, strict=True):
-            assert layer is not None
+            assert isinstance(layer, ArrayKVSlots)
             states[f"keys.{index}"] = layer.keys.array(room, slots)[low:high]
             states[f"values.{index}"] = layer.values.array(room, slots)[low:high]
         bound = Binding(session, frame, states, self.fixed.values, self._names)

@@ -199,7 +199,7 @@ class OnnxRuntime(OperatorRuntime):
             self._reach = reach
             tables = self.rotations(reach).items()
             values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(table) for name, table in tables}
-            most = min(reach, self.stack.config.positions) - 1 if self._learned else reach - 1
+            most = min(reach, self.stack.config.positions) - 1 if self.learned else reach - 1
             self._fixed = Fixed(values, self.windows(), most, self._check_stop)
         return self._fixed
 

@@ -14,26 +14,30 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
-from topograd.nn.capabilities import operator_form
-from topograd.nn.heads import cap
-from topograd.nn.stack import LayerContext, Stack
-from topograd.nn.transformer.attention import check_reach
-from topograd.nn.transformer.block import Block
-from topograd.nn.transformer.parts import EPSILON
 from topograd.runtime.quantize import Quantized, dequantize
 from topograd.topology.plan import PlannedStage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.nn.stack import LayerContext, Stack
+    from topograd.nn.transformer.parts import EPSILON
     from topograd.nn.transformer.stack import Transformer
+
+
+EPSILON = np.finfo(np.float32).eps
+"""As torch.nn.functional.rms_norm has it."""
 
 
 def unsupported_reason(stack: Stack) -> str | None:
     """Why a stack cannot be read part by part; None where it can."""
+    import torch
+
+    from topograd.nn.capabilities import operator_form
+    from topograd.nn.transformer.block import Block
+
     form = operator_form(stack)
     if form is None:
         return f"a stack of the kind {type(stack).__name__} is not made of transformer blocks"
@@ -50,32 +54,40 @@ def unsupported_reason(stack: Stack) -> str | None:
 class OperatorRuntime(ABC):
     """A runtime over the parts of a transformer in float32 on a CPU."""
 
+    ready = False
+
     def __init__(self, stack: Stack, made: dict[str, Quantized] | None) -> None:
         self.stack = cast("Transformer", stack)
         self.made = {} if made is None else made
         """Matrices that are quantised, by name."""
         traits = self.stack.config.traits  # made anew at each look
-        self._normed, self._learned = traits.normed_embedding, traits.learned_positions
+        self.normed, self.learned = traits.normed_embedding, traits.learned_positions
+        self.positions = self.stack.config.positions if self.learned else None
+        self.scale = self.stack.config.width**0.5 if traits.scaled_embedding else None
         tables = (self.stack.embedding, self.stack.previous)
-        self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
+        self.tables = [table.weight.detach().numpy() for table in tables if table is not None]
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         return self.stack.embed(inputs, previous)
 
     def embed_array(self, tokens: Sequence[int], previous: Sequence[int]) -> NDArray[Any]:
         """In fewer steps than torch takes for the few tokens of a round."""
-        if not self._normed:
-            return self.stack.embed(torch.tensor([tokens]))[0].numpy()
-        x = self._tables[0][tokens]
-        if len(self._tables) > 1:
+        x = self.tables[0][tokens]
+        if len(self.tables) > 1:
             before = np.asarray(previous)
             known = before >= 0
-            x[known] += self._tables[1][before[known]]
-        x /= np.sqrt(np.einsum("nw,nw->n", x, x)[:, None] / x.shape[-1] + np.float32(EPSILON))
+            x[known] += self.tables[1][before[known]]
+        if self.scale is not None:
+            x *= np.float32(self.scale)
+        if self.normed:
+            x /= np.sqrt(np.einsum("nw,nw->n", x, x)[:, None] / x.shape[-1] + EPSILON)
         return x
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
-        if self._learned:
+        from topograd.nn.stack import Stack
+        from topograd.nn.transformer.attention import check_reach
+
+        if self.learned:
             check_reach(self.stack.config, inputs, offset)
         return Stack.layer_context(self.stack, x0, inputs, offset)
 
@@ -91,6 +103,8 @@ class OperatorRuntime(ABC):
 
     def rotations(self, reach: int) -> dict[str, NDArray[np.float32]]:
         """Cosines and sines of the first `reach` positions, for each kind of rotation."""
+        import torch
+
         half = self._head_width() // 2
         sign = -1 if self.stack.config.traits.half_tables else 1  # those turn the other way
         tables = self.stack.rotations(torch.arange(reach), torch.empty(0))
@@ -102,7 +116,11 @@ class OperatorRuntime(ABC):
         }
 
     def _check_stop(self, stop: int) -> None:
-        if self._learned and stop > self.stack.config.positions:
+        if self.positions is not None and stop > self.positions:
+            import torch
+
+            from topograd.nn.transformer.attention import check_reach
+
             check_reach(self.stack.config, torch.zeros(1, stop), 0)
 
     # Heads
@@ -113,11 +131,17 @@ class OperatorRuntime(ABC):
         return logits.view(*h.shape[:-1], -1)
 
     def _logits(self, flat: Tensor, stage: int) -> Tensor:
+        import torch.nn.functional as F
+
         if (factors := self._factors(stage)) is not None:  # W x + U (V x): all of them share W
             up, down = factors
             x = self.stack.normalize(flat)
             return self._product(flat, -1).addmm_(F.linear(x, down), up.t())
-        return self._product(flat, stage if self.stack.has_head(stage) else -1)
+        return self._product(flat, self._which(stage))
+
+    def _which(self, stage: int) -> int:
+        """The stage whose matrix a stage reads; -1 is the one that those without their own share."""
+        return stage if self.stack.has_head(stage) else -1
 
     def _factors(self, stage: int) -> tuple[Tensor, Tensor] | None:
         """(U, V) of a stage that reads the shared matrix and adds to it; None where its matrix is its own."""
@@ -129,10 +153,15 @@ class OperatorRuntime(ABC):
         """Logits by the matrix of a stage, or by the one (-1) that stages without their own share."""
 
     def _head_name(self, stage: int) -> str:
-        return f"head.{stage}" if self.stack.has_head(stage) else "head"
+        return "head" if (which := self._which(stage)) < 0 else f"head.{which}"
 
     def _some(self, flat: Tensor, stage: int, rows: Tensor) -> Tensor:
         """Logits of some tokens: their rows of the matrix alone are read."""
+        import torch
+        import torch.nn.functional as F
+
+        from topograd.nn.heads import cap
+
         factors = self._factors(stage)
         packed = self.made.get("head" if factors is not None else self._head_name(stage))
         if packed is None:

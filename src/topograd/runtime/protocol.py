@@ -11,18 +11,27 @@ relays and predictions are the same for all (`decode/cache.py`, `exec/forward.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import Spans
-from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from topograd.exec.stage_cache import StageCache
+    from topograd.nn.slots import Spans
+    from topograd.nn.stack import LayerContext, Stack
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -41,6 +50,14 @@ class ArrayRuntime(Protocol):
         """x0 (N, width); `previous` is the token before each of them, -1 where there is none."""
 
 
+@runtime_checkable
+class ArrayReadout(Protocol):
+    """A runtime that reads hidden states as arrays."""
+
+    def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
+        """Logits (N, vocab) of hidden states (N, width) by the head of `stage`."""
+
+
 class Runtime(Protocol):
     """What runs the stages of a model."""
 
@@ -51,6 +68,10 @@ class Runtime(Protocol):
     @property
     def precision(self) -> str:
         """Of its weights: float32 (torch: the stack's own), bfloat16, int8 or int4."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is left to be made when a stage or a head first runs."""
 
     @property
     def stack(self) -> Stack:
@@ -72,7 +93,7 @@ class Runtime(Protocol):
 class TorchRuntime:
     """PyTorch: a stack laid out for decoding."""
 
-    name, precision = "torch", "float32"
+    name, precision, ready = "torch", "float32", True
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -80,7 +101,31 @@ class TorchRuntime:
         self.layer_context = stack.layer_context
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
+        from topograd.exec.stage_cache import StageCache
+
         return [StageCache(self.stack, planned, capacity) for planned in plan.stages]
+
+
+def device_of(stack: Stack) -> torch.device:
+    """Where a stack's numbers are."""
+    import torch
+
+    owned = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0)))
+    return owned.device
+
+
+def inference(work: Callable[P, T]) -> Callable[P, T]:
+    """`torch.inference_mode` as a decorator, where torch was imported; there are no tensors before that."""
+
+    @wraps(work)
+    def inside(*args: P.args, **settings: P.kwargs) -> T:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return work(*args, **settings)
+        with torch.inference_mode():
+            return work(*args, **settings)
+
+    return inside
 
 
 @contextmanager
@@ -91,8 +136,9 @@ def single_threaded_torch(runtime: Runtime) -> Iterator[None]:
     of it by spinning, on the processors that the runtime's own threads need: with two of each on two
     processors, drafts took twice the time of what they saved.
     """
-    threads = torch.get_num_threads()
-    if runtime.name == "torch" or threads == 1:
+    torch = sys.modules.get("torch")  # where nothing has imported it, nothing spins
+    threads = 1 if torch is None else torch.get_num_threads()
+    if torch is None or runtime.name == "torch" or threads == 1:
         yield
         return
     torch.set_num_threads(1)

@@ -23,10 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -34,6 +33,9 @@ from safetensors.numpy import save_file
 from topograd.errors import ConfigError, RunError
 from topograd.files import saving_tensors, sync
 from topograd.runs.tensor_files import tensors_digest
+
+if TYPE_CHECKING:
+    pass
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
 BLOCK = 32
@@ -170,4 +172,6 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
 
 
 def _digest(tensors: Mapping[str, NDArray[Any]]) -> str:
+    import torch
+
     return tensors_digest({name: torch.from_numpy(array) for name, array in tensors.items()})

@@ -172,7 +172,7 @@ def open_served(
                 "specialists has two folders of one name", setting="specialists", remedy="rename one"
             )
         pool = SpecialistPool.open(folder, opened, runtime=runtime, weights=weights)
-    session = open_session(folder) if pool is None else pool.attached.base
+    session = open_session(folder, later=True) if pool is None else pool.attached.base
     model = Model(session, runtime, weights)
     disk = None if prompt_cache is None else PromptCache.of(prompt_cache, prompt_cache_bytes, model)
     served = ServedModel(model, limits, name=name or "", specialists=pool, disk=disk)

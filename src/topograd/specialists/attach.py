@@ -282,4 +282,4 @@ def card(name: str, base: LoadedTextRun, shape: Shape, lines: Sequence[str] = ()
 
 def with_plan(attached: Attached, plan: Plan) -> LoadedTextRun:
     """The base as a session whose model is the attached one and predicts by `plan`."""
-    return replace(attached.base, stack=attached.stack, plan=plan)
+    return replace(attached.base, read_stack=lambda: attached.stack, plan=plan, later=False)

@@ -13,19 +13,19 @@ from ctypes import cast
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import KVSlots, Spans
-from topograd.nn.stack import LayerContext
+from topograd.nn.slots import ArrayKVSlots, Spans
 from topograd.runtime.native import library
 from topograd.runtime.native.library import Layer, Run
 from topograd.runtime.native.packing import pointers
 from topograd.topology.plan import PlannedStage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.nn.stack import LayerContext
     from topograd.runtime.native.runtime import NativeRuntime
 
 Array = NDArray[Any]
@@ -36,14 +36,14 @@ Rooms = tuple[tuple[int, int], ...]
 class Buffers:
     """Addresses of a stage's keys and values in some rooms."""
 
-    def __init__(self, slots: list[KVSlots], rooms: Rooms) -> None:
+    def __init__(self, slots: list[ArrayKVSlots], rooms: Rooms) -> None:
         self.first = _first(slots, rooms)
         """Those of the first layer; all layers' buffers are replaced together."""
         self.keys = pointers([kv.keys.array(*room) for kv in slots for room in rooms])
         self.values = pointers([kv.values.array(*room) for kv in slots for room in rooms])
 
 
-def _first(slots: list[KVSlots], rooms: Rooms) -> list[Array]:
+def _first(slots: list[ArrayKVSlots], rooms: Rooms) -> list[Array]:
     return [slots[0].keys.array(*room) for room in rooms]
 
 
@@ -51,10 +51,10 @@ class NativeStageCache(StageCache):
     """Keys and values of one stage, run by the kernels."""
 
     def __init__(self, runtime: NativeRuntime, planned: PlannedStage, capacity: int) -> None:
-        super().__init__(runtime.stack, planned, capacity)
+        super().__init__(runtime.stack if runtime.relays else None, planned, capacity)
         self.runtime = runtime
         shapes = runtime.shapes(planned)
-        kv = [KVSlots(*shapes[i], torch.float32, torch.device("cpu")) for i in planned.layers]
+        kv = [ArrayKVSlots(*shapes[i]) for i in planned.layers]
         self.slots = [*kv]
         self._kv = kv
         self.taps = planned.taps
@@ -70,6 +70,8 @@ class NativeStageCache(StageCache):
 
     def layers(self, h: Tensor, ctx: LayerContext) -> dict[int, Tensor]:
         """The hidden states behind the last layer and those whose output is sent, by how many layers."""
+        import torch
+
         assert ctx.spans is not None, "a cache runs spans"
         spans = ctx.spans
         if spans.tokens is None:

@@ -7,6 +7,9 @@ The library is built when the package is installed (setup.py); where there was n
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
+from collections.abc import Iterable
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -108,6 +111,28 @@ def missing_reason() -> str | None:
     if _library() is None:
         return "its kernels were not built: install a C++ compiler, then topograd again"
     return None if level() else "this processor has no AVX2, FMA and F16C"
+
+
+def default_threads() -> int:
+    """As many as torch has, or would have: OMP_NUM_THREADS, else one for each core that may be used."""
+    if "torch" in sys.modules:
+        count: int = sys.modules["torch"].get_num_threads()
+        return count
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if given.isdigit() and int(given):
+        return int(given)
+    usable: Iterable[int] = range(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
+    return len({_siblings(cpu) for cpu in usable})
+
+
+def _siblings(cpu: int) -> str:
+    """Which processors share a core with one."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
 
 
 def run_stage(run: Run) -> None:

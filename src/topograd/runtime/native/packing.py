@@ -56,6 +56,10 @@ class Memory:
         assert self._filled + BEHIND <= len(self._bytes), "the block was made for less"
         return self._bytes[start : self._filled]
 
+    def filled(self) -> Bytes:
+        """All bytes that were taken."""
+        return self._bytes[: self._filled]
+
 
 def padded(count: int) -> int:
     """Outputs in whole panels."""

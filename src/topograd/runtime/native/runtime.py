@@ -20,24 +20,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_void_p, pointer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import Spans
-from topograd.nn.stack import Stack
-from topograd.nn.transformer import parts
-from topograd.nn.transformer.block import Block
-from topograd.nn.transformer.parts import activation_name, epsilon_of, gain_of, matrix_of
 from topograd.runtime import operators
 from topograd.runtime.native import library
 from topograd.runtime.native.cache import NativeStageCache
-from topograd.runtime.native.library import Layer, Matrix, Norm, Readout
+from topograd.runtime.native.library import Layer, Matrix, Norm, Readout, default_threads
 from topograd.runtime.native.packing import (
     Memory,
     gate_order,
@@ -57,6 +49,15 @@ from topograd.runtime.operators import OperatorRuntime
 from topograd.runtime.quantize import LEAST, Precision, Quantized
 from topograd.topology.plan import Plan
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.exec.stage_cache import StageCache
+    from topograd.nn.slots import Spans
+    from topograd.nn.stack import Stack
+    from topograd.nn.transformer import parts
+    from topograd.nn.transformer.block import Block
+
 GELUS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
 
 
@@ -69,6 +70,8 @@ class NativeRuntime(OperatorRuntime):
     """Packed weights of a stack."""
 
     name = "native"
+    relays = True
+    """Whether stages may pass on something else than their hidden states: its stack knows how."""
 
     def __init__(
         self,
@@ -85,12 +88,18 @@ class NativeRuntime(OperatorRuntime):
                 remedy="leave --runtime out",
             )
         super().__init__(stack, {name: halved(each) for name, each in (made or {}).items()})
-        self.precision, self.threads = precision, threads or torch.get_num_threads()
-        self._kept: list[NDArray[Any]] = []
+        self.precision, self.threads = precision, threads or default_threads()
+        self.softcap = self.stack.head.softcap or 0.0
+        self.kept: list[NDArray[Any]] = []
         """Memory that the kernels read."""
-        self._memory: Memory | None = None
+        self.memory: Memory | None = None
+        """What the layers are packed in."""
         self._layers: dict[int, Layer] = {}
-        self._heads: dict[int, tuple[Matrix, Norm, Memory]] = {}
+        self._heads: dict[int, tuple[Matrix, Norm, Memory | None]] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Nothing has run yet."""
         self._turns: dict[str, NDArray[np.float32]] = {}
         self._turned: tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
         self._reach = 0
@@ -129,16 +138,20 @@ class NativeRuntime(OperatorRuntime):
     def layer(self, index: int) -> Layer:
         """A layer's weights and sizes, packed at first use."""
         if index not in self._layers:
+            from topograd.nn.transformer.block import Block
+
             block = self.stack.layers[index]
             assert isinstance(block, Block)
             self._layers[index] = self._packed(index, block)
         return self._layers[index]
 
     def _packed(self, index: int, block: Block) -> Layer:
+        from topograd.nn.transformer.parts import matrix_of
+
         a, mlp, name = block.attention, block.mlp, f"layers.{index}"
-        if self._memory is None:
-            self._memory = Memory(sum(self._size(layer) for layer in self.stack.layers))
-        memory, layer = self._memory, Layer()
+        if self.memory is None:
+            self.memory = Memory(sum(self._size(layer) for layer in self.stack.layers))
+        memory, layer = self.memory, Layer()
         layer.qkv = self._matrix(f"{name}.qkv", [a.query, a.key, a.value] if a.rotary else [a.qkv], memory)
         layer.output = self._matrix(f"{name}.output", [a.output], memory)
         if mlp.gate is None:
@@ -158,6 +171,8 @@ class NativeRuntime(OperatorRuntime):
 
     def _describe(self, layer: Layer, block: Block) -> None:
         """Everything of a layer that is neither a matrix nor a norm."""
+        from topograd.nn.transformer.parts import activation_name
+
         a, activation = block.attention, activation_name(block.mlp.activation)
         if block.positions is not None:
             layer.positions = self._keep(block.positions.weight)
@@ -180,6 +195,9 @@ class NativeRuntime(OperatorRuntime):
         return "float32" if inputs < LEAST else "grid"
 
     def _size(self, block: Any) -> int:
+        from topograd.nn.transformer import parts
+        from topograd.nn.transformer.parts import matrix_of
+
         linears = [each for each in block.modules() if isinstance(each, parts.Linear)]
         shapes = [matrix_of(each).shape for each in linears]
         # a panel more of each: gate and up are padded by themselves, queries, keys and values together
@@ -189,6 +207,10 @@ class NativeRuntime(OperatorRuntime):
         self, name: str, maps: Sequence[Any], memory: Memory, order: NDArray[np.int64] | None = None
     ) -> Matrix:
         """Some linear maps as one, their rows in an order if that is given."""
+        import torch
+
+        from topograd.nn.transformer.parts import matrix_of
+
         matrix = self._pack(name, [matrix_of(each) for each in maps], memory, order)
         biases = [each.bias.detach() for each in maps if each.bias is not None]
         if biases:
@@ -215,11 +237,17 @@ class NativeRuntime(OperatorRuntime):
 
     def _bias(self, bias: NDArray[np.float32]) -> int:
         """Its address; whole panels of it are read."""
+        import torch
+
         full = np.zeros(padded(len(bias)), np.float32)
         full[: len(bias)] = bias
         return self._keep(torch.from_numpy(full))
 
     def _norm(self, norm: parts.Norm | None) -> Norm:
+        import torch
+
+        from topograd.nn.transformer.parts import epsilon_of, gain_of
+
         if norm is None:
             return Norm(library.NO_NORM, None, None, 0.0)
         gain, shift = gain_of(norm)
@@ -229,22 +257,38 @@ class NativeRuntime(OperatorRuntime):
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor's numbers, which live as long as the runtime."""
-        self._kept.append(tensor.detach().float().contiguous().numpy())
-        return int(self._kept[-1].ctypes.data)
+        self.kept.append(tensor.detach().float().contiguous().numpy())
+        return int(self.kept[-1].ctypes.data)
 
     # Heads
 
     def _product(self, flat: Tensor, which: int) -> Tensor:
-        if which not in self._heads:
-            self._heads[which] = self._packed_head(which)
-        matrix, norm, _ = self._heads[which]
-        h = flat.contiguous().numpy()
+        import torch
+
+        return torch.from_numpy(self._head_product(flat.numpy(), which))
+
+    def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
+        if self._factors(stage) is not None:
+            import torch
+
+            return self._logits(torch.from_numpy(h), stage).numpy()
+        return self._head_product(h, self._which(stage))
+
+    def _head_product(self, h: NDArray[Any], which: int) -> NDArray[np.float32]:
+        matrix, norm, _ = self.head(which)
+        h = np.ascontiguousarray(h, np.float32)
         logits = np.empty((len(h), matrix.outputs), np.float32)  # anew: the caller may keep it
         readout = Readout(len(h), h.shape[1], self.threads, pointer(matrix), pointer(norm))
         readout.h, readout.logits = h.ctypes.data, logits.ctypes.data
-        readout.softcap = self.stack.head.softcap or 0.0
+        readout.softcap = self.softcap
         library.run_readout(readout)
-        return torch.from_numpy(logits)
+        return logits
+
+    def head(self, which: int) -> tuple[Matrix, Norm, Memory | None]:
+        """The matrix of a head, packed at first use, the norm before it, and the memory that has both."""
+        if which not in self._heads:
+            self._heads[which] = self._packed_head(which)
+        return self._heads[which]
 
     def _packed_head(self, which: int) -> tuple[Matrix, Norm, Memory]:
         head = self.stack.head
