@@ -61,7 +61,8 @@ from topograd.cli.console import Json, number, out, print_json
 from topograd.cli.progress import OnMore, work_progress
 from topograd.data import read_corpus
 from topograd.errors import ConfigError
-from topograd.geometry.monitors.early_warning import MEMORY, SIGNALS, EarlyWarning, deviation
+from topograd.geometry.monitors.early_warning import SIGNALS, EarlyWarning
+from topograd.geometry.monitors.outliers import MEMORY, deviation
 from topograd.limits import REPEATS, SIZE, check_numbers
 from topograd.nn.gpt import GPT
 from topograd.timing import ratio, read_in_turns

@@ -138,7 +138,7 @@ def test_layers_before_the_first_that_moves_answer_as_they_did() -> None:
     part = {name: torch.randn(model.get_parameter(name).shape).double()}
     grid = torch.tensor([0.01, 0.1], dtype=torch.float64)
     short, sketch = probe.scan(part, grid)
-    probe._layers = {}
+    probe._replay._layers = {}
     whole, other = probe.scan(part, grid)
     assert short == pytest.approx(whole, rel=1e-12)
     assert torch.allclose(sketch, other)

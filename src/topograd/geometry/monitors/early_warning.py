@@ -20,8 +20,8 @@ Signals, one number each at every `every`-th step, those of `SLOW` at every `slo
                      of the inputs (Corollary 58), on the same rows and channels
     turning_rank     how far that singular value of H_L which fell most is below its own usual value: a rank
                      that did not change and begins to fall turns from tangential to transversal (Remark 6)
-    anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1):
-                     up when classes are added to a head, down when classes that were idle in it appear
+    anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1,
+                     `head_factor.py`): up when classes are added to a head, down when classes that were idle in it appear
     head_bottom      λ_min of the same factor
     norm_ratio_drift the largest |log ‖W_a‖ / ‖W_b‖| that pairs of neighbouring maps have moved from the start
     layer_update     how far the relative update of that tensor which grew most is above its own usual one
@@ -34,10 +34,6 @@ An alarm: the logarithm of a signal is `DEVIATIONS` robust standard deviations (
 from the median of the last `MEMORY` readings, on its bad side; after one, `REST` readings of that signal are
 quiet.
 
-a(G) = λ_max(G) / λ_min(G) is over the directions that are no symmetry: a softmax loss has Σ_c δ_c = 0, so
-that G1 = 0 for every weight, and this direction is projected out first. The classes of a head of more than
-`MAX_CLASSES` are added up, with random signs, in `MIXTURES` neighbouring blocks: old and new ones stay apart.
-
 Symbols. m rows, d channels, C classes. Cost: a norm of every gradient; a few small products; a copy of the
 weights during the step after a slow reading. No second backward pass; hooks are there only while the monitor
 is entered.
@@ -47,7 +43,7 @@ low-precision training for large-scale vision-language models"; logits after Wor
 proxies for large-scale Transformer training instabilities". `python benchmarks/monitors.py` measures what
 each of them detects.
 Limits. A signal that drifts steadily faster than its noise alarms too. On sharded models each rank reads its
-own part. Eigenvalues below `moments.RESOLUTION` of the largest are rounding, so a(G) is at most its inverse.
+own part.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +63,13 @@ from torch.utils.hooks import RemovableHandle
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
 from topograd.geometry.host_copy import to_host
+from topograd.geometry.monitors.head_factor import head_spectrum
 from topograd.geometry.monitors.hooks import ModelHooks
 from topograd.geometry.monitors.moments import RESOLUTION, hidden_of
+from topograd.geometry.monitors.outliers import DEVIATIONS, MEMORY, Furthest, Side, deviation
 from topograd.geometry.monitors.stream import find_layers
 from topograd.geometry.monitors.updates import Again, UpdateReader
 
-Side = Literal["up", "down", "both"]
 SIGNALS: Mapping[str, Side] = {
     "loss": "up",
     "gradient_norm": "up",
@@ -93,20 +90,10 @@ UPDATES = ("layer_update", "critical_sharpness")
 """Of the step after a slow reading."""
 SLOW = tuple(name for name in SIGNALS if name not in (*FAST, *UPDATES))
 """Those that cost more than a norm."""
-DEVIATIONS = 6.0
-NORMAL = 1.4826
-"""The standard deviation of a normal law over its MAD."""
-SLACK = 0.05
-MEMORY = 30
-MIN_READINGS = 10
-"""Before the first alarm of a signal."""
 REST = 10
 ACTIVE = 1e-5
 """Of the largest singular value, in float32: a direction of the inputs below it is none."""
 ROWS, CHANNELS = 512, 32
-MAX_CLASSES = 256
-MIXTURES = 64
-"""Blocks of classes of a head with more than MAX_CLASSES."""
 Writer = Callable[[int, Mapping[str, float]], None]
 """Takes a step and its signals."""
 
@@ -130,34 +117,6 @@ class Alarm:
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.signal} is {self.value:.4g}, usually {self.usual:.4g}"
-
-
-class Furthest:
-    """Of many numbers that one which is furthest from its own median, up (1) or down (-1)."""
-
-    def __init__(self, sign: int) -> None:
-        self._sign = sign
-        self._past: deque[Tensor] = deque(maxlen=MEMORY)
-
-    def read(self, values: Tensor) -> float | None:
-        """The largest ratio to a number's own median, or its inverse; None before MIN_READINGS."""
-        logs = values.detach().double().cpu().clamp_min(1e-30).log()
-        if self._past and len(self._past[-1]) != len(logs):
-            self._past.clear()
-        found = None
-        if len(self._past) >= MIN_READINGS:
-            away = self._sign * (logs - torch.stack(tuple(self._past)).median(0).values)
-            found = math.exp(min(float(away.max()), 100.0))
-        self._past.append(logs)
-        return found
-
-    def state(self) -> list[list[float]]:
-        """The readings so far."""
-        return [one.tolist() for one in self._past]
-
-    def load_state(self, state: list[list[float]]) -> None:
-        """Go on from them."""
-        self._past = deque((torch.tensor(one, dtype=torch.float64) for one in state), maxlen=MEMORY)
 
 
 class EarlyWarning(ModelHooks):
@@ -407,17 +366,12 @@ class EarlyWarning(ModelHooks):
         return None if values is None else float(values[0])
 
     def _head_spectrum(self) -> Tensor | None:
-        """Eigenvalues of the head's gradient factor, smallest first; made once a reading."""
-        softmax = "gradients" in self._seen  # signed sums of classes have no such direction
-        rows = self._seen.get("gradients", self._seen.get("mixtures"))
-        if rows is None or rows.shape[1] < 3 or not rows.any():
-            return None
-        if "spectrum" not in self._seen:
-            rows = rows.double()
-            factor = rows.mT @ rows / len(rows)
-            ridge = 1e-9 * factor.diagonal().mean() * torch.eye(len(factor), dtype=factor.dtype).to(factor)
-            self._seen["spectrum"] = _spectrum(factor + ridge, softmax).cpu()
-        return self._seen["spectrum"]
+        """Of the head's gradient factor; made once a reading."""
+        if "gradients" in self._seen and "spectrum" not in self._seen:
+            found = head_spectrum(self._seen["gradients"])
+            if found is not None:
+                self._seen["spectrum"] = found
+        return self._seen.get("spectrum")
 
     def _drift(self) -> float | None:
         now = self._log_ratios()
@@ -465,58 +419,7 @@ class EarlyWarning(ModelHooks):
             output.register_hook(self._see_head_gradient)
 
     def _see_head_gradient(self, gradient: Tensor) -> None:
-        rows = _sampled_rows(gradient)
-        classes = rows.shape[1]
-        if classes <= MAX_CLASSES:
-            self._seen["gradients"] = rows
-            return
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (classes,), generator=generator).to(rows) * 2 - 1
-        blocks = (torch.arange(classes) * MIXTURES // classes).to(rows.device)
-        self._seen["mixtures"] = rows.new_zeros(len(rows), MIXTURES).index_add_(1, blocks, rows * signs)
-
-
-def deviation(past: Sequence[float], here: float, side: Side) -> float:
-    """Robust standard deviations between a reading and the median of those before it, on its bad side.
-
-    0 before MIN_READINGS. A deviation is taken to be at least SLACK.
-    """
-    if len(past) < MIN_READINGS:
-        return 0.0
-    median = statistics.median(past)
-    spread = statistics.median(abs(one - median) for one in past)
-    away = {"up": here - median, "down": median - here, "both": abs(here - median)}[side]
-    return away / max(NORMAL * spread, SLACK)
-
-
-def anisotropy(factor: Tensor, *, softmax: bool) -> float:
-    """λ_max / λ_min of a symmetric factor, without the 1-direction if it is a softmax head's.
-
-    >>> anisotropy(torch.diag(torch.tensor([1.0, 2.0, 8.0])), softmax=False)
-    8.0
-    """
-    size = len(factor) if factor.dim() else 0
-    if factor.shape != (size, size) or size < 2 + softmax:
-        shape = tuple(factor.shape)
-        raise GeometryError(setting="factor", given=shape, allowed=f"a square of at least {2 + softmax}")
-    factor = factor.detach().double()
-    if not factor.isfinite().all():
-        raise GeometryError(setting="factor", given="not finite", remedy="look at the gradients")
-    values = _spectrum(factor, softmax)
-    largest = float(values[-1])
-    if not largest > 0:
-        raise GeometryError(setting="factor", given="zero", remedy="there are no gradients to compare")
-    return largest / max(float(values[0]), RESOLUTION * largest)
-
-
-def _spectrum(factor: Tensor, softmax: bool) -> Tensor:
-    """Eigenvalues of a symmetric factor, smallest first; of a softmax head's without the 1-direction."""
-    if softmax:  # an orthonormal basis of what is orthogonal to (1, ..., 1), from a Householder reflection
-        v = torch.ones(len(factor), dtype=torch.float64, device=factor.device)
-        v[0] += math.sqrt(len(factor))
-        basis = (torch.eye(len(factor)).to(v) - 2 * torch.outer(v, v) / (v @ v))[:, 1:]
-        factor = basis.T @ factor @ basis
-    return torch.linalg.eigvalsh(factor)
+        self._seen["gradients"] = _sampled_rows(gradient)
 
 
 def _sampled_rows(hidden: Tensor) -> Tensor:
