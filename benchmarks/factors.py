@@ -1,4 +1,4 @@
-"""K-FAC factors of a GPT against one forward and backward pass over the same data; what a model costs to read.
+"""K-FAC factors of a GPT against a forward and backward pass over the same data; what models cost to read.
 
     python benchmarks/factors.py [--width 320] [--layers 6] [--sequences 64] [--rounds 5] [--json]
     python benchmarks/factors.py --read MODEL [--scans 6] [--json]
@@ -7,13 +7,13 @@
 The first: float32, in one process, taking turns; gradients exist beforehand. The loss of the backward pass is
 the plain cross-entropy of the same logits that the factors read.
 
-`--read`: `geometry.read_checkpoint` of a run or a checkpoint as `topograd inspect` calls it: seconds by phase,
-by the clock and of the processor, the peak of the process's memory, and what was read.
+`--read`: `geometry.read_checkpoint` of a run or a checkpoint as `topograd inspect` calls it: seconds by
+phase, by the clock and of the processor, the peak of the process's memory, and what was read.
 
-`--block`: what reading a larger model would cost, from Llamas of its width, inner width, width of keys, and
-vocabulary with one layer and with two, at random, on `tokens` tokens: factors, spectra and the Fisher along
-the flattest directions. The difference of the two is a layer's; the model has as many as the last number says,
-and ten tokens for each channel. Scans and symmetries are not in it.
+`--block`: what reading a larger model would cost, from Llamas of its width, inner width, width of keys and
+vocabulary with one layer and with two, at random, on `tokens` tokens: factors, spectra and flattest
+directions. The difference of the two is a layer's; the model has as many as the last number says, and ten
+tokens for each channel. Scans and symmetries are not in it.
 """
 
 from __future__ import annotations
@@ -184,9 +184,7 @@ def read_block(settings: Settings) -> dict[str, Any]:
         found = list(checkpoint._candidates(model, whole.factors, whole.layouts))
         costs.append([fixed - began, time.process_time() - fixed])
         sides = [x for pair in whole.factors.values() for x in pair if isinstance(x, torch.Tensor)]
-        held.append(
-            sum(x.numel() * x.element_size() for x in sides) + sum(p.numel() for p in model.parameters()) * 4
-        )
+        held.append(sum(x.numel() * x.element_size() for x in (*sides, *model.parameters())))
         spectra = time.process_time()
         for x in sides:
             torch.linalg.eigvalsh(x)

@@ -21,7 +21,7 @@ Signals, one number each at every `every`-th step, those of `SLOW` at every `slo
     turning_rank     how far that singular value of H_L which fell most is below its own usual value: a rank
                      that did not change and begins to fall turns from tangential to transversal (Remark 6)
     anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1,
-                     `head_factor.py`): up when classes are added to a head, down when classes that were idle in it appear
+                     `head_factor.py`): up when classes are added to a head, down when idle ones appear
     head_bottom      λ_min of the same factor
     norm_ratio_drift the largest |log ‖W_a‖ / ‖W_b‖| that pairs of neighbouring maps have moved from the start
     layer_update     how far the relative update of that tensor which grew most is above its own usual one
