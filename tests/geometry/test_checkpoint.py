@@ -87,7 +87,8 @@ def test_a_symmetry_that_is_not_taken_out_reads_as_order_two(monkeypatch: pytest
     first, second = (layer.weight.detach() for layer in model)  # type: ignore[operator]
     X = torch.randn(3, 3).double()
     tangent = {"0.weight": X @ first, "1.weight": -second @ X}
-    way = checkpoint.Candidate("0", tangent, 0.0, lambda: iter([tangent]))
+    ends = torch.ones(5, 1).double(), torch.ones(3, 1).double()
+    way = checkpoint.Candidate("0", *ends, 1.0, 0.0, lambda step: tangent)
     monkeypatch.setattr(checkpoint, "_candidates", lambda *given: [way])
     assert read_checkpoint(model, (x, x), "squared-error").directions[-1].kind == "symmetry"
     monkeypatch.setattr(checkpoint, "find_symmetries", lambda *args, **more: FoundSymmetries((), ()))

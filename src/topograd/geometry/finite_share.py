@@ -55,7 +55,7 @@ BEGIN = 0.2
 RATIO = 2.0
 MOST = 60
 """Points of a side."""
-NODES = 24
+NODES = 40
 DRAWS = 200
 POWERS = (0.5, 16.0)
 """Of K below the first point."""

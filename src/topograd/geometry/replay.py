@@ -51,7 +51,7 @@ class Replay:
         """Layers before the first with one of these parameters return their stored outputs."""
         inside = {name for name in names for path in self._layers if name.startswith(f"{path}.")}
         replaced: list[tuple[nn.Module, Any]] = []
-        if inside == names:
+        if names and inside == names:
             for (path, layer), (_, output) in zip(self._layers.items(), self._outputs, strict=True):
                 if any(name.startswith(f"{path}.") for name in names):
                     break
