@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ def phases() -> Iterator[dict[str, list[float]]]:
             found = function(*args, **kwargs)
             found = list(found) if name == "_candidates" else found
             spent[name] = [time.perf_counter() - began[0], time.process_time() - began[1]]
+            print(name, spent[name], f"{peak_gigabytes():.2f} GB", file=sys.stderr, flush=True)
             return found
 
         return run
