@@ -33,7 +33,7 @@ def exact(model: nn.Module, x: Tensor, name: str, direction: Tensor) -> float:
     def logs(weights: dict[str, Tensor]) -> Tensor:
         return functional_call(model, weights, (x,)).log_softmax(-1)
 
-    values, change = torch.func.jvp(logs, (moved,), ({name: direction},))
+    values, change = torch.func.jvp(logs, (moved,), ({name: direction},))[:2]
     return float((values.exp() * change.square()).sum(-1).mean().detach())
 
 
