@@ -1,10 +1,11 @@
 """How many broken trainings an action on alarms mends.
 
-    python benchmarks/alarm_actions.py [--seeds 3] [--steps 320] [--json]
+    python benchmarks/alarm_actions.py [--seeds 4] [--steps 300] [--json]
 
-Trainings and faults of `benchmarks/monitors.py`, from `fault_at` on, in a loop with a `Guard`. Three of its
-faults last to the end (dead_channel, label_noise, expansion): no action on a step can mend them, and they are
-the control. Two more are of one step each, as of a bad shard or a flipped bit:
+Trainings and faults of `benchmarks/monitors.py`, from `fault_at` on, in a loop with a `Guard`: learning_rate
+and bad_batch, which end by themselves; logits, which is stopped after `GROWN` steps; label_noise, which lasts
+to the end, so that no action on a step can mend it: the control. Two more are of one step each, as of a bad
+shard or a flipped bit:
 
     huge_batch       one batch whose loss is multiplied by 1000
     flipped_bit      one weight of the head becomes 1e4 after a step
@@ -28,18 +29,18 @@ import torch
 import tyro
 from rich.table import Table
 from torch import Tensor
-from torch.nn import functional as F
 
-from monitors import CONTEXT, RATE, VOCAB, Fault, _batch, _disturb, _spoiled, _tokens
+from monitors import Training, _tokens, batch_of, disturb, loss_of, spoiled
 from topograd.cli.console import Json, out, print_json
 from topograd.errors import DivergenceError
 from topograd.geometry.monitors.early_warning import EarlyWarning
-from topograd.geometry.monitors.guard import Guard, OnAlarm
+from topograd.geometry.monitors.guard import ACTING, Guard, OnAlarm
 from topograd.limits import REPEATS, check_numbers
-from topograd.nn.gpt import GPT
 
 WITHIN = 1.01
 LAST = 10
+GROWN = 20
+FAULTS = ("learning_rate", "bad_batch", "logits", "label_noise")
 SINGLE = ("huge_batch", "flipped_bit")
 
 
@@ -47,9 +48,9 @@ SINGLE = ("huge_batch", "flipped_bit")
 class Settings:
     """How many trainings are broken, and when."""
 
-    seeds: int = 3
+    seeds: int = 4
     """Trainings of each fault and action, with a twin each."""
-    steps: int = 320
+    steps: int = 300
     """Steps of a training."""
     fault_at: int = 140
     """The step at which a fault begins."""
@@ -63,41 +64,34 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """One record for each fault and seed: the end of the twin, and of each action."""
     tokens = _tokens()
     for seed in range(settings.seeds):
-        both = (False, True)
-        twins = {one: end_of(tokens, settings, seed, None, "report", narrow=one)[0] for one in both}
-        for fault in (None, *get_args(Fault), *SINGLE):
-            narrow = fault == "expansion"
-            twin = twins[narrow]
+        twin = end_of(tokens, settings, seed, None, "report")[0]
+        for fault in (None, *FAULTS, *SINGLE):
             record: dict[str, Any] = {"fault": fault or "calm", "seed": seed, "twin": twin}
             for action in get_args(OnAlarm):
-                loss, alarms = end_of(tokens, settings, seed, fault, action, narrow=narrow)
+                loss, alarms = end_of(tokens, settings, seed, fault, action)
                 record[action] = {"loss": loss, "alarms": alarms, "mended": loss <= WITHIN * twin}
             yield record
 
 
 def end_of(
-    tokens: Tensor, settings: Settings, seed: int, fault: str | None, action: OnAlarm, *, narrow: bool
+    tokens: Tensor, settings: Settings, seed: int, fault: str | None, action: OnAlarm
 ) -> tuple[float, int]:
     """The held-out loss at the end of one training, and how many actions there were."""
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT(layers=2, width=32, heads=2, vocab=VOCAB, context=CONTEXT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
-    held = _batch(tokens, torch.Generator().manual_seed(10_000), narrow)
-    monitor = EarlyWarning(model, head="head", optimizer=optimizer)
+    training = Training(seed, narrow=False)
+    model, optimizer = training.model, training.optimizer
+    held = batch_of(tokens, torch.Generator().manual_seed(10_000), narrow=False)
+    noise = torch.Generator().manual_seed(seed)  # so that later batches are those of the twin
+    monitor = EarlyWarning(model, head="head", optimizer=optimizer, signals=ACTING)
     guard = Guard(monitor, action, model, optimizer, keep_every=10)
-    known: Any = fault if fault in get_args(Fault) else None
     losses = []
     with monitor:
         for step in range(settings.steps):
             since = step - settings.fault_at
-            begun = fault is not None and since >= 0
-            inputs, targets = _batch(tokens, generator, narrow and not (begun and fault == "expansion"))
-            if begun:
-                own = torch.Generator().manual_seed(step)  # so that later batches are those of the twin
-                inputs, targets = _spoiled(known, since, inputs, targets, own)
-                _disturb(known, since, model, optimizer)
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            batch = batch_of(tokens, training.generator, narrow=False)
+            if fault in FAULTS and since >= 0 and not (fault == "logits" and since >= GROWN):
+                batch = spoiled(fault, since, *batch, noise)
+                disturb(fault, since, model, optimizer, noise)
+            loss = loss_of(model, batch)
             loss = loss * 1000 if fault == "huge_batch" and since == 0 else loss
             optimizer.zero_grad()
             loss.backward()
@@ -107,13 +101,11 @@ def end_of(
                 return float("inf"), len(guard.actions)
             if taken:
                 optimizer.step()
-            if begun:
-                _disturb(known, since, model, optimizer, after=True)
             if fault == "flipped_bit" and since == 0:
                 model.head.weight.data[0, 0] = 1e4
             if step >= settings.steps - LAST:
                 with torch.no_grad():
-                    losses.append(float(F.cross_entropy(model(held[0]).flatten(0, 1), held[1].flatten())))
+                    losses.append(float(loss_of(model, held)))
     return sum(losses) / len(losses), len(guard.actions)
 
 

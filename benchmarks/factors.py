@@ -1,22 +1,40 @@
-"""K-FAC factors of a GPT against one forward and backward pass over the same data.
+"""K-FAC factors of a GPT against a forward and backward pass over the same data; what models cost to read.
 
     python benchmarks/factors.py [--width 320] [--layers 6] [--sequences 64] [--rounds 5] [--json]
+    python benchmarks/factors.py --read MODEL [--scans 6] [--json]
+    python benchmarks/factors.py --block 2048,8192,512,128256,16 [--tokens 512] [--json]
 
-Float32, in one process, taking turns; gradients exist beforehand. The loss of the backward pass is the plain
-cross-entropy of the same logits that the factors read.
+The first: float32, in one process, taking turns; gradients exist beforehand. The loss of the backward pass is
+the plain cross-entropy of the same logits that the factors read.
+
+`--read`: `geometry.read_checkpoint` of a run or a checkpoint as `topograd inspect` calls it: seconds by
+phase, by the clock and of the processor, the peak of the process's memory, and what was read.
+
+`--block`: what reading a larger model would cost, from Llamas of its width, inner width, width of keys and
+vocabulary with one layer and with two, at random, on `tokens` tokens: factors, spectra and flattest
+directions. The difference of the two is a layer's; the model has as many as the last number says, and ten
+tokens for each channel. Scans and symmetries are not in it.
 """
 
 from __future__ import annotations
 
 import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import tyro
 
+from topograd.geometry import checkpoint
 from topograd.geometry.factors import kfac_factors
+from topograd.geometry.inspection import inspect
 from topograd.nn.gpt import GPT
 from topograd.timing import Spread, ratio, take_turns
 
@@ -33,6 +51,13 @@ class Settings:
     batch: int = 8
     rounds: int = 5
     threads: int | None = None
+    read: Path | None = None
+    """A model that is read whole."""
+    scans: int | None = None
+    """How many directions of it are followed outward."""
+    block: tuple[int, int, int, int, int] | None = None
+    """Width, inner width, width of keys, vocabulary and layers of a larger model."""
+    tokens: int = 512
     json: bool = False
 
 
@@ -72,10 +97,129 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
+PHASES = ("inspect", "_candidates", "read_layers", "Probe", "find_symmetries")
+"""Functions of `geometry/checkpoint.py` that are timed; the rest is scans."""
+
+
+@contextmanager
+def phases() -> Iterator[dict[str, list[float]]]:
+    """Seconds of the clock and of the processor in each of PHASES."""
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter(), time.process_time()
+            found = function(*args, **kwargs)
+            found = list(found) if name == "_candidates" else found
+            spent[name] = [time.perf_counter() - began[0], time.process_time() - began[1]]
+            print(name, spent[name], f"{peak_gigabytes():.2f} GB", file=sys.stderr, flush=True)
+            return found
+
+        return run
+
+    own = {name: getattr(checkpoint, name) for name in PHASES}
+    try:
+        for name, function in own.items():
+            setattr(checkpoint, name, timed(name, function))
+        yield spent
+    finally:
+        for name, function in own.items():
+            setattr(checkpoint, name, function)
+
+
+def read_model(settings: Settings) -> dict[str, Any]:
+    """A whole reading of a model."""
+    from topograd.cli.probe_model import open_probe
+
+    assert settings.read is not None
+    probe = open_probe(settings.read, None, None, None)
+    began = time.perf_counter(), time.process_time()
+    generator = torch.Generator().manual_seed(0)
+    with phases() as spent:
+        found = checkpoint.read_checkpoint(
+            probe.model, probe.batches, outputs=probe.outputs, generator=generator, scans=settings.scans
+        )
+    every = [one for readings in found.layers.values() for one in readings]
+    return {
+        "seconds": time.perf_counter() - began[0],
+        "processor_seconds": time.process_time() - began[1],
+        "peak_gigabytes": peak_gigabytes(),
+        "threads": torch.get_num_threads(),
+        "tokens": found.inspection.terms,
+        "layers": len(found.layers),
+        "directions": len(every),
+        "scanned": sum(one.group is None for one in found.directions),
+        "smallest_fisher": min((one.fisher for one in every), default=None),
+        "shares_below_0.45": sum(one.share.value < 0.45 for one in every),
+        "phases": spent,
+    }
+
+
+def peak_gigabytes() -> float:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def read_block(settings: Settings) -> dict[str, Any]:
+    """Processor seconds and memory of a layer and of the rest, and those of the whole model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    assert settings.block is not None
+    width, inner, keys, vocab, layers = settings.block
+    costs, held = [], []
+    for count in (1, 2):
+        config = LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=count,
+            num_attention_heads=width // 64,
+            num_key_value_heads=keys // 64,
+            tie_word_embeddings=True,
+        )
+        model = LlamaForCausalLM(config).eval()
+        ids = torch.randint(vocab, (settings.tokens // 128, 129))
+        batches = [(row[:, :-1], row[:, 1:]) for row in ids.split(1)]
+        began = time.process_time()
+        whole = inspect(model, batches, generator=torch.Generator().manual_seed(0))
+        fixed = time.process_time()  # with spectra, which do not grow with the tokens
+        found = list(checkpoint._candidates(model, whole.factors, whole.layouts))
+        costs.append([fixed - began, time.process_time() - fixed])
+        sides = [x for pair in whole.factors.values() for x in pair if isinstance(x, torch.Tensor)]
+        held.append(sum(x.numel() * x.element_size() for x in (*sides, *model.parameters())))
+        spectra = time.process_time()
+        for x in sides:
+            torch.linalg.eigvalsh(x)
+        costs[-1].append(time.process_time() - spectra)
+        del model, whole, found
+    layer = [second - first for first, second in zip(*costs, strict=True)]
+    rest = [first - one for first, one in zip(costs[0], layer, strict=True)]
+    times = 10 * width / settings.tokens
+
+    def total(parts: list[float]) -> float:
+        passes, bottoms, spectra = parts
+        return (passes - spectra) * times + bottoms + spectra
+
+    bytes_of_layer = held[1] - held[0]
+    return {
+        "processor_seconds_of_a_layer": total(layer),
+        "processor_seconds_of_the_rest": total(rest),
+        "processor_seconds_of_the_model": layers * total(layer) + total(rest),
+        "gigabytes_of_weights_and_factors": (held[0] + (layers - 1) * bytes_of_layer) / 1e9,
+        "peak_gigabytes_here": peak_gigabytes(),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def main() -> None:
     settings = tyro.cli(Settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    if settings.read is not None or settings.block is not None:
+        print(
+            json.dumps(read_model(settings) if settings.read is not None else read_block(settings), indent=1)
+        )
+        return
     result = measure(settings)
     if settings.json:
         print(json.dumps(result))

@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.early_warning import DEVIATIONS, NORMAL, SLACK, anisotropy
+from topograd.geometry.monitors.head_factor import anisotropy
+from topograd.geometry.monitors.outliers import DEVIATIONS, NORMAL, SLACK
 
 READINGS = 8
 """Before the first alarm."""

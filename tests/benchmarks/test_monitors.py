@@ -1,54 +1,78 @@
 """Broken trainings in small: each fault does what it says, and scores are made of what happened."""
 
-import json
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
 import monitors
-from monitors import Settings, Training, _damage, _score, bench_monitors, main, monitors_table, train
+from monitors import Fault, Rareness, Settings, Training, Window, judged, run_on, with_intervals
 from topograd.errors import ConfigError
 from topograd.geometry.monitors.early_warning import SIGNALS
 
-FEW = Settings(seeds=1, steps=32, fault_at=24, rounds=0)
+TOKENS = torch.randint(96, (3000,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(monitors, "_tokens", lambda: torch.randint(96, (3000,), generator=generator))
-    monkeypatch.setattr(monitors, "ROWS", 4)
+    monkeypatch.setattr(monitors, "_tokens", lambda: TOKENS)
+    for name, value in (("ROWS", 4), ("FIRST", 24), ("WITHIN", 8), ("INTERVAL", 2), ("DRAWS", 4)):
+        monkeypatch.setattr(monitors, name, value)
 
 
-def test_every_fault_is_scored_for_every_signal() -> None:
+def test_every_signal_is_judged_and_every_fault_is_tried() -> None:
     done: list[tuple[int, int]] = []
-    found = bench_monitors(FEW, lambda *now: done.append(now))
+    found = monitors.bench_monitors(Settings(seeds=1, steps=44, rounds=0), lambda *now: done.append(now))
     assert found["signals"].keys() == SIGNALS.keys()
-    for row in found["signals"].values():
-        assert {"lead", "false_alarms"} <= row.keys()
-        assert row["detected_by_fault"].keys() == found["damage"].keys()
-        assert row["false_alarms"] is not None
-    assert len(found["damage"]) == 6
-    assert done[-1] == (8, 8)
+    assert found["faults"].keys() == set(get_args(Fault))
+    assert found["broken_windows"] == len(get_args(Fault))
+    assert done[-1] == (11, 11)
+    assert monitors.monitors_table(found).row_count == len(SIGNALS)
 
 
-def test_a_training_before_its_fault_is_its_twin() -> None:
-    tokens = monitors._tokens()
-    calm = train(tokens, FEW, 0, None, narrow=False)
-    broken = train(tokens, FEW, 0, "logits", narrow=False)
-    assert broken.losses[: FEW.fault_at] == calm.losses[: FEW.fault_at]
-    assert broken.losses[FEW.fault_at :] != calm.losses[FEW.fault_at :]
+def test_a_training_is_taken_up_bit_for_bit_and_then_broken() -> None:
+    calm = Training(0, narrow=False, kept={24: {}})
+    run_on(calm, calm.monitored(), TOKENS, 32)
+    again, monitor = calm.taken_up(24)
+    run_on(again, monitor, TOKENS, 32)
+    assert again.losses == {step: calm.losses[step] for step in range(24, 32)}
+    assert again.readings == calm.readings
+    for fault in ("logits", "fading_channels", "rate_creep", "label_drift"):
+        broken, monitor = calm.taken_up(24)
+        run_on(broken, monitor, TOKENS, 32, fault)
+        assert broken.losses != again.losses, fault
 
 
-def test_leads_and_false_alarms_are_counted() -> None:
-    calm = Training([1.0] * 32, {name: [5] for name in SIGNALS}, dict.fromkeys(SIGNALS, 50))
-    worse = Training([1.0] * 28 + [2.0] * 4, {name: [3, 25] for name in SIGNALS}, dict.fromkeys(SIGNALS, 50))
-    assert _damage(worse, calm, 24) == 28
-    assert _damage(calm, calm, 24) is None
-    row = _score("loss", {"logits": [(worse, 28)], "bad_batch": [(calm, None)]}, [calm], FEW)
-    assert row["lead"] == 3, "the alarm at step 3 was before the fault"
-    assert row["false_alarms"] == 20
-    assert row["detected_by_fault"] == {"logits": 1.0, "bad_batch": 0.0}
+def test_an_expansion_keeps_old_rows_and_adds_others() -> None:
+    calm = Training(0, narrow=True, kept={4: {}})
+    run_on(calm, calm.monitored(), TOKENS, 5)
+    broken, monitor = calm.taken_up(4)
+    before = broken.model.head.weight.detach().clone()
+    run_on(broken, monitor, TOKENS, 5, "expansion")
+    assert broken.model.head.weight.shape[0] == 2 * len(before)
+    assert (broken.model.head.weight[: len(before)] - before).abs().max() < 0.02, "one step"
+
+
+def window(seed: int, fault: str | None, score: float, other: float, early: float) -> Window:
+    best = dict.fromkeys(SIGNALS, other) | {"gradient_norm": score}
+    return Window(seed, fault, best, dict.fromkeys(SIGNALS, early))
+
+
+def test_detection_is_at_an_equal_rate_of_false_alarms_and_gains_pay_for_theirs() -> None:
+    draw = np.random.default_rng(0)
+    calm = [window(i % 4, None, *draw.normal(size=2), 0) for i in range(200)]
+    broken = [window(i % 4, "logits", 9.0 if i < 20 else 0.0, 9.0 if i >= 20 else 0.0, -9) for i in range(40)]
+    found = judged([*calm, *broken])
+    assert found["gradient_norm"]["detected"] == 0.5
+    assert found["gradient_norm"]["area"] == pytest.approx(0.75, abs=0.06)
+    assert found["gradient_norm"]["early"] == 0, "only behind the damage"
+    assert found["rank"]["gain_detected"] == 0.5, "it sees the other half"
+    noise = [window(i % 4, "logits", *draw.normal(size=2), -9) for i in range(200)]
+    assert judged([*calm, *noise])["rank"]["gain_detected"] == pytest.approx(0, abs=0.06)
+    rows = with_intervals([*calm, *broken], draws=20)["gradient_norm"]["detected"]
+    assert rows["interval"][0] <= rows["value"] <= rows["interval"][1]
+    assert Rareness(calm, "loss").area([-99.0]) == 0
 
 
 def test_the_cost_is_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +83,7 @@ def test_the_cost_is_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ConfigError, match="fault_at is 5"):
-        Settings(fault_at=5)
+    with pytest.raises(ConfigError, match="steps is 5"):
+        Settings(steps=5)
     with pytest.raises(ConfigError, match="rounds is -1"):
         Settings(rounds=-1)
-
-
-def test_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main(FEW, json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert {"loss", "gradient_norm", "rank", "anisotropy"} <= found["signals"].keys()
-    assert monitors_table(found).row_count == len(found["signals"])

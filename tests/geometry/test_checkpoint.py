@@ -87,7 +87,8 @@ def test_a_symmetry_that_is_not_taken_out_reads_as_order_two(monkeypatch: pytest
     first, second = (layer.weight.detach() for layer in model)  # type: ignore[operator]
     X = torch.randn(3, 3).double()
     tangent = {"0.weight": X @ first, "1.weight": -second @ X}
-    way = checkpoint.Candidate("0", tangent, 0.0, lambda: iter([tangent]))
+    ends = torch.ones(5, 1).double(), torch.ones(3, 1).double()
+    way = checkpoint.Candidate("0", *ends, 1.0, 0.0, lambda step: tangent)
     monkeypatch.setattr(checkpoint, "_candidates", lambda *given: [way])
     assert read_checkpoint(model, (x, x), "squared-error").directions[-1].kind == "symmetry"
     monkeypatch.setattr(checkpoint, "find_symmetries", lambda *args, **more: FoundSymmetries((), ()))
@@ -138,7 +139,7 @@ def test_layers_before_the_first_that_moves_answer_as_they_did() -> None:
     part = {name: torch.randn(model.get_parameter(name).shape).double()}
     grid = torch.tensor([0.01, 0.1], dtype=torch.float64)
     short, sketch = probe.scan(part, grid)
-    probe._layers = {}
+    probe._replay._layers = {}
     whole, other = probe.scan(part, grid)
     assert short == pytest.approx(whole, rel=1e-12)
     assert torch.allclose(sketch, other)

@@ -34,8 +34,8 @@ LENGTH = 128
 """Tokens of a row: with thousands, attention and logits cost more than they say."""
 LARGE = 50_000_000
 """Parameters from which on a model runs in float32, unless it was asked for otherwise."""
-BATCH_TOKENS = 512
-"""Of the batches: logits over a large vocabulary are wide."""
+BATCH_TOKENS = 256
+"""Of the batches: what a backward pass holds of SmolLM2 is 2 MB a token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from topograd.geometry.freeze_probe import ProbedLayer, freeze_probe
 from topograd.geometry.heads import Head, find_heads
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
-from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning, anisotropy
+from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning
 from topograd.geometry.monitors.guard import Guard
+from topograd.geometry.monitors.head_factor import anisotropy
 from topograd.geometry.monitors.layernorm import KernelMonitor, kernel_cosine, layernorm_kernel
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile

@@ -15,17 +15,22 @@ Statement. Around the weights w* of a checkpoint, and on a probe batch of its da
 
     8  a share       λ_i(nβ) of every direction at nβ = n / log n of the n loss terms that were read
                      (`finite_share.py`), and its order at w* itself with its crossover (`jets.py`)
+    9  all layers    the Fisher along the `SEVERAL` flattest v uᵀ of every layer, from gradients of `SAMPLES`
+                     samples (`layer_fisher.py`); the flattest layers by this are those that are scanned
 
 A symmetry's tangent, if not taken out, would read as k = 2: its orbit bends away from the straight line.
 A checkpoint of a trained network is not at a singularity: nearly every direction has k = 1. How flat it is,
 2K/t² at the smallest t, and its share are then the reading.
 
 Symbols and shapes. u (d_in), v (d_out) of a layer; t in units in which live directions are of size 1.
-Cost: that of `inspect`, and some forty forward passes of the probe for each scan, from the first layer that
-moves on. At most `SCANNED` / parameters directions are scanned, the flattest first, 24 at least.
+Cost: that of `inspect`, and some thirty forward passes of the probe for each scan, from the first layer that
+moves on. At most `SCANNED` / parameters directions are scanned, the flattest first, `MIN_SCANS` at least. The
+factors are dropped before the probe, a copy of the weights in float64, is made: of SmolLM2 these are the two
+largest things in memory.
 Source: "Dead Directions: Geometric Singular Learning", Corollary 28 (the lift), §5.1, §10.1 (the quotient),
 §12.1 (static readings), §13 (crossings).
-Limits. One direction a layer, and K on few tokens: a direction that the probe does not use reads as dead.
+Limits. One direction a layer is scanned, and K is on few tokens: a direction that the probe does not use
+reads as dead.
 Nothing here is a rate of training. What cannot be said is in `refused`, with its reason.
 """
 
@@ -34,6 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -45,8 +51,9 @@ from topograd.geometry.factors import Batch, Outputs, each_batch
 from topograd.geometry.finite_share import Share, share_along
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
 from topograd.geometry.jets import Jet
-from topograd.geometry.line_scan import Probe, short_example
-from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError
+from topograd.geometry.layer_fisher import SAMPLES, LayerFisher, read_layers
+from topograd.geometry.line_scan import Probe, each_sample, short_example
+from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError, loss_named
 from topograd.geometry.paths import Likelihood
 from topograd.geometry.rates import POINTS as RATE_POINTS
 from topograd.geometry.rates import fit_rate, local_slope, log_grid
@@ -62,9 +69,11 @@ Parts = dict[str, Tensor]
 WINDOWS = ((1e-3, 1e-1), (1e-2, 1e-1))
 """The second where too little of the first is above rounding."""
 POINTS = 6
-SCANNED = 5e9
+SCANNED = 1e9
 """Parameters times directions that are scanned."""
-MIN_SCANS = 24
+MIN_SCANS = 6
+SEVERAL = 3
+"""Directions of a layer whose Fisher is read."""
 ALONG = 1 - 1e-8
 """The share along symmetry orbits from which a direction is one of symmetry."""
 INTEGER = 0.1
@@ -112,12 +121,16 @@ class CheckpointReading:
     directions: tuple[DirectionReading, ...]
     refused: tuple[str, ...]
     """What could not be read, each with its reason."""
+    layers: Mapping[str, tuple[LayerFisher, ...]]
+    """Of every layer the Fisher along its flattest directions; empty where there is no likelihood."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, words and lists; `sentences` interpret them."""
         plain = self.inspection.as_dict()
         plain["directions"] = [asdict(one) for one in self.directions]
         plain["refused"] = list(self.refused)
+        for name, readings in self.layers.items():
+            plain["layers"][name]["flattest"] = [asdict(one) for one in readings]
         plain["sentences"] = advice(plain)
         return plain
 
@@ -141,18 +154,29 @@ def read_checkpoint(
     if scans is not None and scans < 1:
         raise GeometryError(setting="scans", given=scans, allowed="at least 1 direction")
     refuse_quantised(model)
-    first, every = _first_and_all(batches)
+    first, every, samples = _first_and_all(batches)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     softmax = loss == "cross-entropy" or isinstance(loss, CrossEntropy)
     likelihood: Likelihood = "cross-entropy" if softmax else "squared-error"
-    probe = Probe(model, short_example(first[0], parameters), likelihood, outputs, layers)
-    search = find_symmetries(model, probe.outputs_with, softmax=softmax)
+    example = short_example(first[0], parameters)
     inspection = inspect(model, every, loss, fisher, layers=layers, outputs=outputs, generator=generator)
-    factors = inspection.factors
-    refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
-    if not (softmax or loss is None or loss == "squared-error" or isinstance(loss, SquaredError)):
-        refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
+    candidates = list(_candidates(model, inspection.factors, inspection.layouts))
+    places = {name: place for place, name in enumerate(inspection.factors)}
+    inspection = replace(inspection, factors={}, layouts={})  # they are large, and no longer needed
     n_beta = inspection.terms / math.log(max(inspection.terms, 3))
+    known = softmax or loss == "squared-error" or isinstance(loss, SquaredError)
+    fishers: dict[str, tuple[LayerFisher, ...]] = {}
+    if known:
+        assert loss is not None
+        directions = {one.layer: (one.inputs, one.outputs, one.scale) for one in candidates}
+        fishers = read_layers(
+            model, samples, loss_named(loss), directions, n_beta, outputs=outputs, generator=generator
+        )
+    probe = Probe(model, example, likelihood, outputs, layers)
+    search = find_symmetries(model, probe.outputs_with, softmax=softmax)
+    refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
+    if loss is not None and not known:
+        refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
     symmetries = [
         DirectionReading(
             one.names[0].removesuffix(".weight"),
@@ -166,7 +190,7 @@ def read_checkpoint(
         )
         for one in search.symmetries
     ]
-    candidates = sorted(_candidates(model, factors, inspection.layouts), key=lambda one: one.flatness)
+    candidates.sort(key=lambda one: fishers[one.layer][0].fisher if one.layer in fishers else one.flatness)
     most = scans or max(MIN_SCANS, int(SCANNED / max(parameters, 1)))
     if len(candidates) > most:
         refused.append(f"{len(candidates) - most} layers were not scanned, the flattest {most} were: --scans")
@@ -180,21 +204,34 @@ def read_checkpoint(
     joint = scanner.joint()
     if on_scan is not None:
         on_scan(total, total)
-    places = {name: place for place, name in enumerate(factors)}
     readings.sort(key=lambda one: places[one.layer])
-    inspection = replace(inspection, factors={}, layouts={})  # they are large, and no longer needed
-    return CheckpointReading(inspection, (*symmetries, *joint, *readings), tuple(dict.fromkeys(refused)))
+    return CheckpointReading(
+        inspection, (*symmetries, *joint, *readings), tuple(dict.fromkeys(refused)), fishers
+    )
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """v uᵀ of a layer in units of its weights, and uᵀAu · vᵀGv in the same units."""
+    """The flattest inputs u and outputs v of a layer, in columns, and uᵀAu · vᵀGv of the first."""
 
     layer: str
-    parts: Parts
+    inputs: Tensor
+    outputs: Tensor
+    scale: float
+    """The length of a step t = 1: the root mean square singular value."""
     flatness: float
-    others: Callable[[], Iterator[Parts]]
-    """The same with the flattest v, or u, or both, that are orthogonal to these."""
+    increment: Callable[[Tensor], Parts]
+    """From scale · v uᵀ to the shape of the parameter."""
+
+    def parts(self, i: int = 0, j: int = 0) -> Parts:
+        """v uᵀ of the i-th output and the j-th input, in the shape of the parameter."""
+        return self.increment(self.scale * torch.outer(self.outputs[:, i], self.inputs[:, j]))
+
+    def others(self) -> Iterator[Parts]:
+        """The same with the next v, or u, or both: the first may be a symmetry of outputs or inputs."""
+        for i, j in ((1, 0), (0, 1), (1, 1)):
+            if i < self.outputs.shape[1] and j < self.inputs.shape[1]:
+                yield self.parts(i, j)
 
 
 class _Scanner:
@@ -211,7 +248,7 @@ class _Scanner:
 
     def read(self, candidate: Candidate) -> list[DirectionReading]:
         """One layer's direction without its symmetric part; where nothing is left, also another one."""
-        first = self._read(candidate.layer, candidate.parts)
+        first = self._read(candidate.layer, candidate.parts())
         if first.kind != "symmetry":
             return [first]
         for parts in candidate.others():
@@ -342,7 +379,7 @@ def _candidates(
     factors: Mapping[str, tuple[Factor, Factor | None]],
     layouts: Mapping[str, tuple[str, Tensor]],
 ) -> Iterator[Candidate]:
-    """The flattest increment of every layer, in the shape of its parameter."""
+    """The flattest directions of every layer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
     for layer, (A, G) in factors.items():
@@ -350,39 +387,29 @@ def _candidates(
         owner = aliases[base]
         name, weight = names[id(owner)], owner.detach().flatten()
         weight = weight if places is None else weight[places.flatten()]
-        u = flattest(A)
-        if weight.numel() % len(u):
+        U = flattest(A, SEVERAL)
+        if weight.numel() % len(U):
             continue
-        size = weight.numel() // len(u)
-        G = torch.eye(size, dtype=torch.float64, device=u.device) if G is None else G
-        v = flattest(G)
-        turned = owner.shape[-1] != len(u) or type(modules.get(layer)).__name__ == "Conv1D"
-        scale = float(weight.double().norm()) / min(len(u), size) ** 0.5 or 1.0
-        flatness = scale**2 * _along(A, u) * _along(G, v)
+        size = weight.numel() // len(U)
+        G = torch.eye(size, dtype=torch.float64, device=U.device) if G is None else G
+        V = flattest(G, SEVERAL)
+        both = min(U.shape[1], V.shape[1])
+        U, V = U[:, :both], V[:, :both]
+        turned = owner.shape[-1] != len(U) or type(modules.get(layer)).__name__ == "Conv1D"
+        scale = float(weight.double().norm()) / min(len(U), size) ** 0.5 or 1.0
+        flatness = scale**2 * _along(A, U[:, 0]) * _along(G, V[:, 0])
 
-        def parts(
-            v: Tensor,
-            u: Tensor,
-            name: str = name,
-            scale: float = scale,
-            turned: bool = turned,
-            places: Tensor | None = places,
+        def increment(
+            increment: Tensor, name: str = name, turned: bool = turned, places: Tensor | None = places
         ) -> Parts:
             weight = model.get_parameter(name)
-            increment = scale * torch.outer(v, u).to(weight.device)
+            increment = increment.to(weight.device)
             if places is not None:
                 empty = increment.new_zeros(weight.numel())
                 return {name: empty.index_copy_(0, places.flatten(), increment.flatten()).view(weight.shape)}
             return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
 
-        def others(
-            A: Factor = A, G: Factor = G, u: Tensor = u, v: Tensor = v, parts: Callable[..., Parts] = parts
-        ) -> Iterator[Parts]:
-            yield parts(flattest(G, v), u)  # a symmetry of the outputs
-            yield parts(v, flattest(A, u))  # of the inputs
-            yield parts(flattest(G, v), flattest(A, u))
-
-        yield Candidate(layer, parts(v, u), flatness, others)
+        yield Candidate(layer, U, V, scale, flatness, increment)
 
 
 def _along(factor: Factor, x: Tensor) -> float:
@@ -400,8 +427,11 @@ def _sum(directions: Iterable[Mapping[str, Tensor]]) -> Parts:
     return total
 
 
-def _first_and_all(batches: Any) -> tuple[Batch, Iterator[Batch]]:
-    """The first batch, and all of them; mappings must have the same keys."""
+def _first_and_all(batches: Any) -> tuple[Batch, Iterator[Batch], list[Batch]]:
+    """The first batch, all of them, and a list that the first SAMPLES samples come into meanwhile.
+
+    Mappings must have the same keys.
+    """
     rest = each_batch(batches)
     first = next(rest, None)
     if first is None:
@@ -409,10 +439,11 @@ def _first_and_all(batches: Any) -> tuple[Batch, Iterator[Batch]]:
             "there are no batches", setting="batches", remedy="give at least one pair (inputs, targets)"
         )
     one = first[0]
+    samples: list[Batch] = []
 
     def every() -> Iterator[Batch]:
-        yield first
-        for batch in rest:
+        for batch in chain((first,), rest):
+            samples.extend(islice(each_sample(batch), SAMPLES - len(samples)))
             other = batch[0]
             if isinstance(one, Mapping) and (not isinstance(other, Mapping) or one.keys() != other.keys()):
                 given = ", ".join(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
@@ -424,4 +455,4 @@ def _first_and_all(batches: Any) -> tuple[Batch, Iterator[Batch]]:
                 )
             yield batch
 
-    return first, every()
+    return first, every(), samples

@@ -280,15 +280,29 @@ def gram(rows: Tensor) -> Tensor:
     """rowsᵀ rows (d, d), in float32 at least; of a wide one only the lower blocks are computed."""
     with torch.autocast(rows.device.type, enabled=False):
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        d = rows.shape[1]
-        if d <= 2 * _BLOCK:
-            return rows.mT @ rows
-        product = rows.new_empty(d, d)
-        for start in range(0, d, _BLOCK):
-            stop = min(start + _BLOCK, d)
-            product[start:, start:stop] = rows[:, start:].mT @ rows[:, start:stop]
-            product[start:stop, stop:] = product[stop:, start:stop].mT
-        return product
+        return mirrored(add_gram(rows.new_zeros(rows.shape[1], rows.shape[1]), rows))
+
+
+def add_gram(total: Tensor, rows: Tensor) -> Tensor:
+    """Add rowsᵀ rows to a sum (d, d) in place; of a wide one only the lower blocks."""
+    width = _block(len(total))
+    for start in range(0, len(total), width):
+        stop = start + width
+        total[start:, start:stop].addmm_(rows[:, start:].mT, rows[:, start:stop])
+    return total
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """Copy the lower blocks of such a sum above its diagonal, in place."""
+    width = _block(len(total))
+    for start in range(0, len(total), width):
+        stop = start + width
+        total[start:stop, stop:] = total[stop:, start:stop].mT
+    return total
+
+
+def _block(size: int) -> int:
+    return size if size <= 2 * _BLOCK else _BLOCK
 
 
 def outputs_of(model: nn.Module, inputs: Any) -> Tensor:

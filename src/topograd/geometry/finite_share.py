@@ -18,7 +18,7 @@ it says how much the share depends on which samples were read. Samples count as 
 one row are not. It does not cover the interpolation, whose error is below 0.002 for K = t² + c t⁴.
 
 Symbols and shapes. t > 0 in units of the layer's root mean square singular value, K (points, samples). Cost:
-some twenty forward passes of the probe.
+some fifteen forward passes of the probe.
 Source: the share is the local learning coefficient of a line (Lau, Furman, Wang, Murfet and Wei, "The Local
 Learning Coefficient") by quadrature instead of sampling; its limit is that of "Dead Directions: Geometric
 Singular Learning", Theorem 3.
@@ -50,12 +50,12 @@ Curve = Callable[[Tensor], Tensor]
 REACH = 1.0
 STOP = 40.0
 """nβK where the rest of the line has no weight."""
-BEGIN = 0.1
+BEGIN = 0.2
 """Of the t at which nβK is about 1."""
-RATIO = 1.5
+RATIO = 2.0
 MOST = 60
 """Points of a side."""
-NODES = 24
+NODES = 40
 DRAWS = 200
 POWERS = (0.5, 16.0)
 """Of K below the first point."""

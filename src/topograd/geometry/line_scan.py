@@ -3,9 +3,9 @@
 Statement. K(t) = KL(p_{w*} ‖ p_{w* + tv}) on a few samples at every t of a grid, in float64, whatever the
 type of the model. Nothing is written to the model: its values are replaced for a call.
 
-Two things make it cheap. Layers before the first that moves return their outputs at w*. And of the outputs'
-change at the smallest t only a sketch is stored (random signs into `BUCKETS` sums), of which inner products
-are those of the Fisher: ⟨s_i, s_j⟩ ≈ v_iᵀF v_j.
+Two things make it cheap. Layers before the first that moves return their outputs at w* (`replay.py`). And of
+the outputs' change at the smallest t only a sketch is stored (random signs into `BUCKETS` sums), of which
+inner products are those of the Fisher: ⟨s_i, s_j⟩ ≈ v_iᵀF v_j.
 
 The resolution of K is measured: the second difference of the outputs for a random change of all weights by a
 millionth of themselves is zero up to rounding; `FLOOR` times its own K is the floor.
@@ -14,14 +14,13 @@ Symbols and shapes. Outputs (samples, ..., outputs). Cost: one forward pass of t
 first layer that moves on.
 Source: "Dead Directions: Geometric Singular Learning" §12.1 (readings of one checkpoint); the sketch after
 Charikar, Chen and Farach-Colton, "Finding frequent items in data streams".
-Limits. Layers must not store state between calls. A model that computes in float32 inside (norms of
+Limits. A model that computes in float32 inside (norms of
 transformers do) resolves that much less, and has a higher floor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
 from topograd.geometry.host_copy import check_finite
 from topograd.geometry.jets import Jet, read_jet
-from topograd.geometry.monitors.stream import find_layers
 from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence, each_divergence
+from topograd.geometry.replay import Replay
 
 BUCKETS = 2048
 FLOOR = 30.0
@@ -43,7 +42,7 @@ TOKENS = 256
 """Positions of a probe of tokens, at most."""
 SAMPLES = 64
 """Rows of a probe of other inputs, at most."""
-LARGE = 2e9
+LARGE = 4.5e9
 """Parameters times tokens of a probe: a large model is read on fewer, 16 at least."""
 
 
@@ -65,14 +64,8 @@ class Probe:
         check_finite(self.parameters)
         buffers = {name: as_double(buffer.detach()) for name, buffer in model.named_buffers()}
         self._start = {**self.parameters, **buffers}
-        self._layers: dict[str, nn.Module] = {}
-        """The main list by path; empty where there is none, or where a layer's output cannot be replayed."""
-        with suppress(GeometryError):
-            paths, listed = dict(model.named_modules()), find_layers(model, layers)
-            if all(paths.get(name) is layer for name, layer in listed.items()):
-                self._layers = listed
-        self._outputs: list[tuple[str, Any]] = []
-        with self._recording():
+        self._replay = Replay(model, layers)
+        with self._replay.recording():
             self.before = self.outputs_with({})
         self.floor = FLOOR * self._rounding()
 
@@ -108,7 +101,7 @@ class Probe:
     ) -> Iterator[Tensor]:
         held = held or {}
         base = {name: self.parameters[name] + part for name, part in held.items()}
-        with self._replaying({*parts, *held}):
+        with self._replay.behind({*parts, *held}):
             for t in grid:
                 moved = {
                     name: base.get(name, self.parameters[name]) + t * part for name, part in parts.items()
@@ -128,7 +121,7 @@ class Probe:
             with sdpa_kernel(SDPBackend.MATH):  # the only one with a forward-mode derivative
                 return self._network({**self._start, **moved}, self._inputs)
 
-        with self._replaying(set(parts)):
+        with self._replay.behind(set(parts)):
             return read_jet(along, lambda c: float(self._centred(c).square().sum()) / 2, self.floor)
 
     def _sketch(self, after: Tensor) -> Tensor:
@@ -149,51 +142,17 @@ class Probe:
 
     def _rounding(self) -> float:
         """K of a second difference of the outputs, which is zero in exact arithmetic."""
-        generator = torch.Generator().manual_seed(0)
-        signs = {
-            name: torch.randint(2, p.shape, generator=generator, dtype=torch.int8).to(p) * 2 - 1
-            for name, p in self.parameters.items()
-        }
-        up, down = (
-            self.outputs_with({name: p * (1 + side * signs[name]) for name, p in self.parameters.items()})
-            for side in (CHANGE, -CHANGE)
-        )
+
+        def moved(side: float) -> dict[str, Tensor]:  # one copy of the weights at a time
+            generator = torch.Generator().manual_seed(0)
+            found = {}
+            for name, p in self.parameters.items():
+                signs = torch.randint(2, p.shape, generator=generator, dtype=torch.int8).to(p.device) * 2 - 1
+                found[name] = p.addcmul(p, signs, value=side)
+            return found
+
+        up, down = (self.outputs_with(moved(side)) for side in (CHANGE, -CHANGE))
         return float(self._centred(up + down - 2 * self.before).square().sum()) / 2
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Store the output of every layer."""
-
-        def store(path: str) -> Any:
-            return lambda layer, args, output: self._outputs.append((path, output))
-
-        handles = [layer.register_forward_hook(store(path)) for path, layer in self._layers.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            if [path for path, _ in self._outputs] != list(self._layers):  # not each once, in this order
-                self._layers = {}
-
-    @contextmanager
-    def _replaying(self, names: set[str]) -> Iterator[None]:
-        """Layers before the first with one of these parameters return their stored outputs."""
-        inside = {name for name in names for path in self._layers if name.startswith(f"{path}.")}
-        replaced: list[tuple[nn.Module, Any]] = []
-        if inside == names:
-            for (path, layer), (_, output) in zip(self._layers.items(), self._outputs, strict=True):
-                if any(name.startswith(f"{path}.") for name in names):
-                    break
-                replaced.append((layer, vars(layer).get("forward")))  # one that was patched by others
-                layer.forward = lambda *args, output=output, **kwargs: output
-        try:
-            yield
-        finally:
-            for layer, own in replaced:
-                del layer.forward
-                if own is not None:
-                    layer.forward = own
 
 
 def short_example(inputs: Any, parameters: int) -> Any:
@@ -208,6 +167,13 @@ def short_example(inputs: Any, parameters: int) -> Any:
         length = min(tensors[0].shape[1], tokens)
         return _mapped(inputs, lambda value: value[: max(1, tokens // length), :length])
     return _mapped(inputs, lambda value: value[:SAMPLES])
+
+
+def each_sample(batch: Any) -> Iterator[Any]:
+    """The samples of a batch (inputs, targets), as batches of one each."""
+    count = min(len(value) for value in _leaves(batch) if isinstance(value, Tensor) and value.dim())
+    for i in range(count):
+        yield _mapped(batch, lambda value, i=i: value[i : i + 1] if value.dim() else value)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, outputs_of
-from topograd.geometry.monitors.early_warning import DEVIATIONS, NORMAL, SLACK
+from topograd.geometry.monitors.outliers import DEVIATIONS, NORMAL, SLACK
 from topograd.geometry.monitors.phase import weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor
 from topograd.geometry.singular.coefficient import learning_coefficient

@@ -8,8 +8,8 @@ from which the Nyström approximation M ≈ Y (ΩᵀY)⁻¹ Yᵀ gives the leadi
 flattest direction is then a random one orthogonal to those r: not the bottom, but outside of everything that
 leads; the Fisher along it is read afterwards and is exact.
 
-The bottom of a factor that is formed comes from inverse iteration,  x ← (M + ε λ_max 1)⁻¹ x,  a Cholesky
-factor and `TURNS` solves: a third of the work of all eigenvectors.
+The bottom of a factor that is formed comes from inverse iteration,  X ← orth((M + ε λ_max 1)⁻¹ X),  a
+Cholesky factor and `TURNS` solves: a third of the work of all eigenvectors.
 
 Symbols and shapes. M (d, d), Y (d, r). Cost: 2 n d r multiply-adds and memory d r; the bottom O(d³/3).
 Source: Halko, Martinsson and Tropp, "Finding structure with randomness"; Tropp, Yurtsever, Udell and Cevher,
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.geometry.factors import GramSums, gram
+from topograd.geometry.factors import add_gram, mirrored
 from topograd.geometry.layers import Call
 
 WIDEST = 4096
@@ -77,67 +77,66 @@ class Sketch:
         return Sketched((s.square() - shift).clamp(min=0), U, self._squares / count)
 
 
-class FactorSums(GramSums):
-    """A reducer that sums A and G of every layer: formed in float64 up to `WIDEST`, sketched beyond.
+class FactorSums:
+    """A reducer that sums A and G of every layer in place: formed in float64 up to `WIDEST`, sketched beyond.
 
     Rows of a float32 model are multiplied in float64 too: else a few massive rows would round away the rest.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._sketched: dict[tuple[str, str], Sketch] = {}
+        self._sums: dict[tuple[str, str], Tensor | Sketch] = {}
+        self.rows: dict[str, int] = {}
+        """M of each layer."""
 
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
         return None
 
     def see_inputs(self, layer: str, call: Call) -> None:
-        if call.sides[0] <= WIDEST:
-            super().see_inputs(layer, call)
-            return
         rows = call.inputs(call.source.detach())
         self.rows[layer] = self.rows.get(layer, 0) + len(rows)
-        self._sketch(layer, "A", rows)
+        self._add(layer, "A", rows)
 
     def see_gradients(self, layer: str, rows: Tensor) -> None:
-        if rows.shape[1] <= WIDEST:
-            super().see_gradients(layer, rows)
+        self._add(layer, "G", rows)
+
+    def _add(self, layer: str, side: str, rows: Tensor) -> None:
+        size = rows.shape[1]
+        if (layer, side) not in self._sums:
+            empty = rows.new_zeros((size, size) if size <= WIDEST else (), dtype=torch.float64)
+            self._sums[layer, side] = empty if size <= WIDEST else Sketch(size, rows)
+        total = self._sums[layer, side]
+        if isinstance(total, Sketch):
+            total.add(rows)
         else:
-            self._sketch(layer, "G", rows)
-
-    def product(self, rows: Tensor) -> Tensor:
-        return gram(rows.double())
-
-    def _sketch(self, layer: str, side: str, rows: Tensor) -> None:
-        if (layer, side) not in self._sketched:
-            self._sketched[layer, side] = Sketch(rows.shape[1], rows)
-        self._sketched[layer, side].add(rows)
+            with torch.autocast(rows.device.type, enabled=False):
+                add_gram(total, rows.double())
 
     def factor(self, layer: str, side: str, terms: int) -> Tensor | Sketched | None:
-        """The mean, or the sketch of one that is too wide."""
-        if (layer, side) in self._sketched:
-            return self._sketched[layer, side].factor(self.rows[layer] if side == "A" else terms)
-        return self.mean(layer, side, terms)
+        """The mean, or the sketch of one that is too wide; given once, as the sum becomes it."""
+        total = self._sums.pop((layer, side), None)
+        count = self.rows[layer] if side == "A" else terms
+        if isinstance(total, Sketch):
+            return total.factor(count)
+        return None if total is None else mirrored(total).div_(count)
 
 
-def flattest(factor: Tensor | Sketched, apart: Tensor | None = None) -> Tensor:
-    """A unit vector (d,) at the bottom of a factor, or outside of what leads in a sketch.
+def flattest(factor: Tensor | Sketched, count: int = 1) -> Tensor:
+    """Orthonormal columns (d, count) at the bottom of a factor, the flattest first, or outside of a sketch.
 
-    With `apart`, a unit vector, the flattest that is orthogonal to it.
+    A factor with fewer sides has as many columns.
     """
     generator = torch.Generator().manual_seed(0)
+    size = len(factor.vectors) if isinstance(factor, Sketched) else len(factor)
+    x = torch.randn(size, min(count, size), generator=generator, dtype=torch.float64)
     if isinstance(factor, Sketched):
-        x = torch.randn(len(factor.vectors), generator=generator, dtype=torch.float64).to(factor.vectors)
+        x = x.to(factor.vectors)
         for _ in range(2):
-            x = x - factor.vectors @ (factor.vectors.mT @ x)
-            x = x if apart is None else x - apart * (apart @ x)
-        return x / x.norm()
-    if apart is not None:  # lifted above everything else
-        factor = factor + 2 * factor.trace() * torch.outer(apart, apart)
-    size = len(factor)
-    x = torch.randn(size, 1, generator=generator, dtype=torch.float64).to(factor)
+            x = torch.linalg.qr(x - factor.vectors @ (factor.vectors.mT @ x)).Q
+        return x
+    x = torch.linalg.qr(x.to(factor)).Q
     scale = float(factor.diagonal().max())
     if scale == 0:
-        return (x / x.norm())[:, 0]
+        return x
     shift = SHIFT * scale * size
     for _ in range(3):  # a matrix with rounding below zero needs more
         L, failed = torch.linalg.cholesky_ex(factor + shift * torch.eye(size).to(factor))
@@ -145,6 +144,5 @@ def flattest(factor: Tensor | Sketched, apart: Tensor | None = None) -> Tensor:
             break
         shift *= 1e3
     for _ in range(TURNS):
-        x = torch.cholesky_solve(x, L)
-        x = x / x.norm()
-    return x[:, 0]
+        x = torch.linalg.qr(torch.cholesky_solve(x, L)).Q
+    return x @ torch.linalg.eigh(x.mT @ factor @ x).eigenvectors

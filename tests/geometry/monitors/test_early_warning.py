@@ -1,5 +1,6 @@
 """Signals against their definitions, alarms that come and do not come, and hooks that go."""
 
+import contextlib
 import math
 
 import pytest
@@ -9,7 +10,8 @@ from torch.nn import functional as F
 
 from raising import refused
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.early_warning import MIN_READINGS, REST, SIGNALS, EarlyWarning
+from topograd.geometry.monitors.early_warning import REST, SIGNALS, UPDATES, EarlyWarning
+from topograd.geometry.monitors.outliers import MIN_READINGS, Furthest
 
 
 class Net(nn.Module):
@@ -43,18 +45,26 @@ def test_every_signal_is_what_it_says() -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     seen: list[dict[str, float]] = []
     monitor = EarlyWarning(net, optimizer=optimizer, slow_every=1, writer=lambda s, v: seen.append(dict(v)))
-    assert monitor.missing == {}
+    assert monitor.missing == {"critical_sharpness": "again= was not given"}
     with monitor:
         trained(monitor, net, optimizer, 3)
         x = torch.randn(64, 6)
         outputs = net(x)
-        loss = F.cross_entropy(outputs, torch.randint(4, (64,)))
+        stream = net.blocks[1](x + net.blocks[0](x)).detach()
+        labels = torch.randint(4, (64,))
+        loss = F.cross_entropy(outputs, labels)
         optimizer.zero_grad()
         loss.backward()
         net.blocks[0][0].weight.grad[:2] = 0  # type: ignore[index]
         monitor.read(3, loss)
     values = seen[-1]
-    assert values.keys() == SIGNALS.keys()
+    assert values.keys() == SIGNALS.keys() - {*UPDATES, "turning_rank"}, "which have no usual value yet"
+    first, last = torch.linalg.svdvals(x), torch.linalg.svdvals(stream)
+    assert values["stream_sigma"] == pytest.approx(float(last[-1] / first[-1]), rel=1e-4)
+    G = torch.autograd.grad(F.cross_entropy(leaf := outputs.detach().requires_grad_(), labels), leaf)[0]
+    G = G.double().T @ G.double() / len(G)
+    bottom = torch.linalg.eigvalsh(G)[1]  # the first is that of the softmax
+    assert values["head_bottom"] == pytest.approx(float(bottom), rel=1e-4)
     assert values["loss"] == pytest.approx(loss.item())
     flat = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
     assert values["gradient_norm"] == pytest.approx(flat.norm().item(), rel=1e-5)
@@ -79,7 +89,7 @@ def test_hooks_go_and_slow_signals_come_seldom() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     seen: list[dict[str, float]] = []
     monitor = EarlyWarning(net, slow_every=4, every=2, writer=lambda s, v: seen.append(dict(v)))
-    assert monitor.missing == {"update_size": "no optimizer was given"}
+    assert monitor.missing.keys() == {"update_size", *UPDATES}
     with monitor:
         trained(monitor, net, optimizer, 9)
     assert ["rank" in values for values in seen] == [True, False, True, False, True]
@@ -104,6 +114,55 @@ def test_a_jump_is_an_alarm_once_and_a_calm_training_has_none() -> None:
         "too few to tell"
     )
     assert [one.signal for one in monitor.read(90, math.nan)] == ["loss"], "a loss that is no number is one"
+
+
+def test_updates_are_read_and_the_weights_put_back() -> None:
+    net, plain = Net(), Net()
+    seen: dict[int, dict[str, float]] = {}
+    batch: list[Tensor] = []
+    kept: list[list[Tensor]] = []
+
+    def again() -> Tensor:
+        return F.cross_entropy(net(batch[0]), (batch[0][:, 0] > 0).long())
+
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    monitor = EarlyWarning(
+        net,
+        optimizer=optimizer,
+        slow_every=1,
+        signals=["layer_update", "critical_sharpness", "turning_rank", "logit_size"],
+        again=again,
+        writer=lambda step, values: seen.update({step: dict(values)}),
+    )
+    for model, watched in ((net, monitor), (plain, None)):
+        generator = torch.Generator().manual_seed(0)
+        one = optimizer if watched else torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        with watched or contextlib.nullcontext():
+            for step in range(16):
+                batch = [torch.randn(64, 6, generator=generator)]
+                loss = F.cross_entropy(model(batch[0]), (batch[0][:, 0] > 0).long())
+                one.zero_grad()
+                loss.backward()
+                if watched:
+                    watched.read(step, loss)
+                    for group in one.param_groups:
+                        group["lr"] = 1.0 if step == 14 else 1e-2
+                one.step()
+                if step == 13:
+                    kept.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True)), "as without a monitor"
+    assert not optimizer._optimizer_step_pre_hooks
+    assert seen[15]["layer_update"] > 10, "the rate was a hundred times larger in the step before"
+    assert seen[15]["critical_sharpness"] > 4 * seen[14]["critical_sharpness"]
+
+
+def test_a_rank_that_turns() -> None:
+    furthest, rest = Furthest(-1), Furthest(-1)
+    values = torch.tensor([4.0, 2.0, 1.0])
+    assert [furthest.read(values) for _ in range(MIN_READINGS)] == [None] * MIN_READINGS
+    assert furthest.read(torch.tensor([8.0, 2.0, 0.25])) == pytest.approx(4), "the third fell most"
+    rest.load_state(furthest.state())
+    assert rest.read(values) == furthest.read(values) == pytest.approx(1)
 
 
 def test_a_collapse_of_rank_and_dead_units() -> None:

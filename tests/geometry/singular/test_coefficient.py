@@ -1,5 +1,6 @@
 """The learning coefficient of any model: known values, its refusals, and what it counts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,25 @@ def test_regular_weights_count_one_half_each() -> None:
     assert torch.equal(model.weight, before)
     again = learning_coefficient(model, "squared-error", data, FEW)
     assert again.value == found.value, "the same seed gives the same"
+
+
+@pytest.mark.parametrize("sizes", [(40, 40, 40), (60, 40, 20)])
+def test_control_variates_give_the_same_without_evaluations(sizes: tuple[int, ...]) -> None:
+    model, (x, y) = regular()
+    torch.manual_seed(3)
+    y = y + torch.randn_like(y)  # batches differ in their losses by far more than a chain moves them
+    model.weight.data = torch.linalg.lstsq(x, y).solution.mT
+    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    plain = learning_coefficient(model, "squared-error", batches, FEW)
+    control = learning_coefficient(model, "squared-error", batches, replace(FEW, control=True))
+    assert control.value == pytest.approx(plain.value, abs=0.5)
+    assert control.evaluations == 3
+    assert (control.waic, control.losses) == (None, None)
+    assert control.wbic is not None
+    assert plain.wbic is not None
+    assert control.wbic == pytest.approx(plain.wbic, rel=0.02)
+    warm = learning_coefficient(model, "squared-error", batches, replace(FEW, control=True), n_beta=9.0)
+    assert warm.wbic is None, "at its own temperature alone"
 
 
 class Power(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from papers.dead_directions.task_expansion import ExpansionDetector
 from raising import refused
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.early_warning import anisotropy
+from topograd.geometry.monitors.head_factor import anisotropy
 
 
 def head_factor(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:

@@ -16,26 +16,34 @@ Signals, one number each at every `every`-th step, those of `SLOW` at every `slo
     logit_size       the largest |output| of the head
     dead_units       1 + the share of outputs of maps whose weights have no gradient at all, in percent
     rank             effective rank of the last layer's activations, `ROWS` rows in `CHANNELS` channels
-    anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1):
-                     up when classes are added to a head, down when classes that were idle in it appear
+    stream_sigma     σ_r(H_L) / σ_r(H_0): the last layer's activations over the first one's inputs, r the rank
+                     of the inputs (Corollary 58), on the same rows and channels
+    turning_rank     how far that singular value of H_L which fell most is below its own usual value: a rank
+                     that did not change and begins to fall turns from tangential to transversal (Remark 6)
+    anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1,
+                     `head_factor.py`): up when classes are added to a head, down when idle ones appear
+    head_bottom      λ_min of the same factor
     norm_ratio_drift the largest |log ‖W_a‖ / ‖W_b‖| that pairs of neighbouring maps have moved from the start
+    layer_update     how far the relative update of that tensor which grew most is above its own usual one
+    critical_sharpness  of the last update (`updates.py`), where `again` is given
+
+The usual value of one of many is the median of its last `MEMORY` readings. The last two are of the step after
+a slow reading, and come with the next call of `read`.
 
 An alarm: the logarithm of a signal is `DEVIATIONS` robust standard deviations (1.4826 MAD, at least `SLACK`)
 from the median of the last `MEMORY` readings, on its bad side; after one, `REST` readings of that signal are
 quiet.
 
-a(G) = λ_max(G) / λ_min(G) is over the directions that are no symmetry: a softmax loss has Σ_c δ_c = 0, so
-that G1 = 0 for every weight, and this direction is projected out first. The classes of a head of more than
-`MAX_CLASSES` are added up, with random signs, in `MIXTURES` neighbouring blocks: old and new ones stay apart.
-
-Symbols. m rows, d channels, C classes. Cost: a norm of every gradient; a few small products. No second
-backward pass, nothing is written to the model; hooks are there only while the monitor is entered.
-Source: "Dead Directions: Geometric Singular Learning" §5.1 and Algorithm 1 (rank, anisotropy, norm ratios as
-in Remark 80); gradient norm and update size after Wortsman et al., "Stable and low-precision training for
-large-scale vision-language models"; logits after Wortsman et al., "Small-scale proxies for large-scale
-Transformer training instabilities". `python benchmarks/monitors.py` measures lead times and false alarms.
+Symbols. m rows, d channels, C classes. Cost: a norm of every gradient; a few small products; a copy of the
+weights during the step after a slow reading. No second backward pass; hooks are there only while the monitor
+is entered.
+Source: "Dead Directions: Geometric Singular Learning" §5.1, Corollary 58, Remark 6 and Algorithm 1 (streams,
+ranks, factors; norm ratios as in Remark 80); gradient norm and update size after Wortsman et al., "Stable and
+low-precision training for large-scale vision-language models"; logits after Wortsman et al., "Small-scale
+proxies for large-scale Transformer training instabilities". `python benchmarks/monitors.py` measures what
+each of them detects.
 Limits. A signal that drifts steadily faster than its noise alarms too. On sharded models each rank reads its
-own part. Eigenvalues below `moments.RESOLUTION` of the largest are rounding, so a(G) is at most its inverse.
+own part.
 """
 
 from __future__ import annotations
@@ -46,7 +54,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +63,13 @@ from torch.utils.hooks import RemovableHandle
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
 from topograd.geometry.host_copy import to_host
+from topograd.geometry.monitors.head_factor import head_spectrum
 from topograd.geometry.monitors.hooks import ModelHooks
 from topograd.geometry.monitors.moments import RESOLUTION, hidden_of
+from topograd.geometry.monitors.outliers import DEVIATIONS, MEMORY, Furthest, Side, deviation
 from topograd.geometry.monitors.stream import find_layers
+from topograd.geometry.monitors.updates import Again, UpdateReader
 
-Side = Literal["up", "down", "both"]
 SIGNALS: Mapping[str, Side] = {
     "loss": "up",
     "gradient_norm": "up",
@@ -67,23 +77,23 @@ SIGNALS: Mapping[str, Side] = {
     "logit_size": "up",
     "dead_units": "up",
     "rank": "down",
+    "stream_sigma": "down",
+    "turning_rank": "up",
     "anisotropy": "both",
+    "head_bottom": "down",
     "norm_ratio_drift": "up",
+    "layer_update": "up",
+    "critical_sharpness": "up",
 }
-SLOW = ("update_size", "dead_units", "rank", "anisotropy", "norm_ratio_drift")
+FAST = ("loss", "gradient_norm", "logit_size")
+UPDATES = ("layer_update", "critical_sharpness")
+"""Of the step after a slow reading."""
+SLOW = tuple(name for name in SIGNALS if name not in (*FAST, *UPDATES))
 """Those that cost more than a norm."""
-DEVIATIONS = 6.0
-NORMAL = 1.4826
-"""The standard deviation of a normal law over its MAD."""
-SLACK = 0.05
-MEMORY = 30
-MIN_READINGS = 10
-"""Before the first alarm of a signal."""
 REST = 10
+ACTIVE = 1e-5
+"""Of the largest singular value, in float32: a direction of the inputs below it is none."""
 ROWS, CHANNELS = 512, 32
-MAX_CLASSES = 256
-MIXTURES = 64
-"""Blocks of classes of a head with more than MAX_CLASSES."""
 Writer = Callable[[int, Mapping[str, float]], None]
 """Takes a step and its signals."""
 
@@ -122,12 +132,14 @@ class EarlyWarning(ModelHooks):
         every: int = 1,
         slow_every: int = 10,
         signals: Sequence[str] | None = None,
+        again: Again | None = None,
         writer: Writer | None = None,
     ) -> None:
         """`head` gives the logits (by default the last map that the model registers), `layers` the stream.
 
         Signals of `SLOW` are read at every `slow_every`-th step only.
-        `optimizer` is read for its second moments. A signal that cannot be had here is in `missing`.
+        `optimizer` is read for its second moments and updates; `again` gives the loss of this step's batch
+        anew, for the critical sharpness. A signal that cannot be had here is in `missing`.
         """
         super().__init__()
         if min(every, slow_every) < 1:
@@ -140,9 +152,9 @@ class EarlyWarning(ModelHooks):
         self._every, self._slow_every = every, slow_every
         self._wanted = wanted
         self._head = _find_head(model, head)
-        self._layer: nn.Module | None = None
+        self._layers: list[nn.Module] = []
         try:
-            self._layer = list(find_layers(model, layers).values())[-1]
+            self._layers = list(find_layers(model, layers).values())
         except GeometryError:
             if layers is not None:
                 raise
@@ -150,6 +162,9 @@ class EarlyWarning(ModelHooks):
         self._maps = _maps(model)
         self._start = self._log_ratios()
         self._seen: dict[str, Tensor] = {}
+        self._again = again
+        self._updates: UpdateReader | None = None
+        self._furthest = {"turning_rank": Furthest(-1), "layer_update": Furthest(1)}
         self._past: dict[str, deque[float]] = {name: deque(maxlen=MEMORY) for name in wanted}
         self._quiet: dict[str, int] = dict.fromkeys(wanted, 0)
         self._slow_now = True
@@ -162,42 +177,68 @@ class EarlyWarning(ModelHooks):
         self.norms: HasTotal | None = None
         """Where the norm of gradients is read instead, if they are clipped before `read`."""
         no_head = None if self._head is not None else "no head was found; give head="
+        no_layers = None if self._layers else "no list of layers was found; give layers="
+        no_optimizer = None if optimizer is not None else "no optimizer was given"
         reasons = {
-            "update_size": None if optimizer is not None else "no optimizer was given",
+            "update_size": no_optimizer,
+            "layer_update": no_optimizer,
+            "critical_sharpness": no_optimizer if again is not None else "again= was not given",
             "logit_size": no_head,
             "anisotropy": no_head,
-            "rank": None if self._layer is not None else "no list of layers was found; give layers=",
+            "head_bottom": no_head,
+            **dict.fromkeys(("rank", "stream_sigma", "turning_rank"), no_layers),
             "norm_ratio_drift": None if self._pairs else "no two maps in a row were found",
         }
         self.missing = {name: why for name, why in reasons.items() if why and name in wanted}
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the second moments of this one from now on."""
+        """Read the second moments and updates of this one from now on."""
         self._optimizer = optimizer
-        self.missing.pop("update_size", None)
+        for name in ("update_size", "layer_update"):
+            self.missing.pop(name, None)
+        if self._handles:  # the hooks are on
+            self._handles += self._watch_updates()
 
     def _attach(self) -> list[RemovableHandle]:
-        handles = []
-        if self._layer is not None:
-            handles.append(self._layer.register_forward_hook(self._see_layer))
+        handles = self._watch_updates()
+        if self._layers:
+            first, last = self._layers[0], self._layers[-1]
+            handles.append(first.register_forward_pre_hook(self._see_input, with_kwargs=True))
+            handles.append(last.register_forward_hook(self._see_layer))
         if self._head is not None:
             handles.append(self._head.register_forward_hook(self._see_head))
         return handles
+
+    def _watch_updates(self) -> list[RemovableHandle]:
+        if self._optimizer is None or not any(name in self._wanted for name in UPDATES):
+            return []
+        again = self._again if "critical_sharpness" in self._wanted else None
+        self._updates = UpdateReader(self._optimizer, again)
+        return self._updates.handles
 
     def read(self, step: int, loss: Tensor | float | None) -> list[Alarm]:
         """The alarms of this step; call it after backward and before gradients are clipped.
 
         Where there is no loss, None, the other signals are read.
         """
+        values = self._update_values()
         if step < self._next:
-            return []
+            return self._raise(step, values) if values else []
         self.last_step = step
         self._next = step + self._every
         self._slow_now = step >= self._next_slow
         if self._slow_now:
             self._next_slow = step + self._slow_every
-        values = {name: value for name, value in self._values(loss) if math.isfinite(value) or name == "loss"}
+        if self._slow_now and self._updates is not None:
+            self._updates.follow()
+        values |= {
+            name: value for name, value in self._values(loss) if math.isfinite(value) or name == "loss"
+        }
         self._seen.clear()
+        return self._raise(step, values)
+
+    def _raise(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Judge the values of a step, and write them."""
         raised = [alarm for name, value in values.items() if (alarm := self._judge(name, step, value))]
         self.alarms += raised
         if self._writer is not None:
@@ -208,7 +249,8 @@ class EarlyWarning(ModelHooks):
         """What alarms of later steps depend on, as JSON."""
         past = {name: list(values) for name, values in self._past.items()}
         due = [self.last_step, self._next, self._next_slow]
-        return {"past": past, "quiet": dict(self._quiet), "due": due, "start": self._start}
+        each = {name: one.state() for name, one in self._furthest.items()}
+        return {"past": past, "quiet": dict(self._quiet), "due": due, "start": self._start, "each": each}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on as the monitor that gave this state."""
@@ -217,18 +259,16 @@ class EarlyWarning(ModelHooks):
         self._quiet = dict(state["quiet"])
         self.last_step, self._next, self._next_slow = state["due"]
         self._start = list(state["start"])
+        for name, rows in state["each"].items():
+            self._furthest[name].load_state(rows)
 
     def _judge(self, name: str, step: int, value: float) -> Alarm | None:
         past = self._past[name]
         here = math.log(value) if 0 < value < math.inf else (math.inf if not math.isfinite(value) else -50.0)
         alarm = None
-        if len(past) >= MIN_READINGS and self._quiet[name] <= 0:
-            median = statistics.median(past)
-            spread = statistics.median(abs(one - median) for one in past)
-            away = {"up": here - median, "down": median - here, "both": abs(here - median)}[SIGNALS[name]]
-            if away > DEVIATIONS * max(NORMAL * spread, SLACK):
-                alarm = Alarm(name, step, value, math.exp(median))
-                self._quiet[name] = self.rest
+        if self._quiet[name] <= 0 and deviation(past, here, SIGNALS[name]) > DEVIATIONS:
+            alarm = Alarm(name, step, value, math.exp(statistics.median(past)))
+            self._quiet[name] = self.rest
         self._quiet[name] -= 1
         if math.isfinite(here):
             past.append(here)
@@ -243,12 +283,15 @@ class EarlyWarning(ModelHooks):
             "logit_size": lambda: self._seen.get("logits"),
             "dead_units": self._dead_units,
             "rank": self._rank,
+            "stream_sigma": self._stream_sigma,
+            "turning_rank": self._turning_rank,
             "anisotropy": self._anisotropy,
+            "head_bottom": self._head_bottom,
             "norm_ratio_drift": self._drift,
         }
         signals: dict[str, Tensor | float] = {}
         for name in self._wanted:
-            if name in self.missing or (name in SLOW and not self._slow_now):
+            if name in (*self.missing, *UPDATES) or (name in SLOW and not self._slow_now):
                 continue
             if (value := readers[name]()) is not None:
                 signals[name] = value
@@ -283,21 +326,52 @@ class EarlyWarning(ModelHooks):
         rows = sum(len(size) for size in sizes)
         return 1 + 100 * sum(to_host([(size == 0).sum() for size in sizes])) / rows if rows else None
 
+    def _update_values(self) -> dict[str, float]:
+        """What the last step that was followed showed, once."""
+        reader = self._updates
+        if reader is None or reader.sizes is None:
+            return {}
+        grown = self._furthest["layer_update"].read(reader.sizes)
+        found = {"layer_update": grown, "critical_sharpness": reader.sharpness}
+        reader.sizes = reader.sharpness = None
+        return {name: one for name, one in found.items() if one is not None and name in self._wanted}
+
+    def _singular_values(self, where: str) -> Tensor | None:
+        """Of sampled rows of a place of the stream, largest first; made once a reading."""
+        if where in self._seen and f"{where} values" not in self._seen:
+            self._seen[f"{where} values"] = torch.linalg.svdvals(self._seen[where].float()).cpu()
+        return self._seen.get(f"{where} values")
+
     def _rank(self) -> float | None:
-        rows = self._seen.get("rows")
-        if rows is None:
+        values = self._singular_values("rows")
+        return None if values is None else float(effective_rank(values))
+
+    def _stream_sigma(self) -> float | None:
+        first, last = self._singular_values("inputs"), self._singular_values("rows")
+        if first is None or last is None or not first[0] > 0:
             return None
-        return float(effective_rank(torch.linalg.svdvals(rows.float())))
+        r = min(int((first > ACTIVE * first[0]).sum()), len(last))
+        return float(last[r - 1] / first[r - 1])
+
+    def _turning_rank(self) -> float | None:
+        values = self._singular_values("rows")
+        return None if values is None else self._furthest["turning_rank"].read(values)
 
     def _anisotropy(self) -> float | None:
-        softmax = "gradients" in self._seen  # signed sums of classes have no such direction
-        rows = self._seen.get("gradients", self._seen.get("mixtures"))
-        if rows is None or rows.shape[1] < 3 or not rows.any():
-            return None
-        rows = rows.double()
-        factor = rows.mT @ rows / len(rows)
-        ridge = 1e-9 * factor.diagonal().mean() * torch.eye(len(factor), dtype=factor.dtype).to(factor)
-        return anisotropy(factor + ridge, softmax=softmax)
+        values = self._head_spectrum()
+        return None if values is None else float(values[-1] / values[0].clamp_min(RESOLUTION * values[-1]))
+
+    def _head_bottom(self) -> float | None:
+        values = self._head_spectrum()
+        return None if values is None else float(values[0])
+
+    def _head_spectrum(self) -> Tensor | None:
+        """Of the head's gradient factor; made once a reading."""
+        if "gradients" in self._seen and "spectrum" not in self._seen:
+            found = head_spectrum(self._seen["gradients"])
+            if found is not None:
+                self._seen["spectrum"] = found
+        return self._seen.get("spectrum")
 
     def _drift(self) -> float | None:
         now = self._log_ratios()
@@ -317,57 +391,35 @@ class EarlyWarning(ModelHooks):
         """Whether the next reading has the slow signals."""
         return self._next >= self._next_slow
 
+    def _ignored(self) -> bool:
+        """Whether a forward pass is not one of the training."""
+        return self._updates is not None and self._updates.passing
+
+    def _see_input(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._slow_next() and not self._ignored():
+            self._see_rows("inputs", args or tuple(kwargs.values()))
+
     def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if not self._slow_next():
-            return
-        rows = _sampled_rows(hidden_of(output, "the last layer"))
+        if self._slow_next() and not self._ignored():
+            self._see_rows("rows", output)
+
+    def _see_rows(self, where: str, hidden: Any) -> None:
+        rows = _sampled_rows(hidden_of(hidden, where))
         width = rows.shape[1]
         if width > CHANNELS:
             rows = rows[:, :: width // CHANNELS][:, :CHANNELS]
-        self._seen["rows"] = rows
+        self._seen[where] = rows.clone()  # the model may overwrite its own
 
     def _see_head(self, head: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor) or self._ignored():
             return
         self._seen["logits"] = output.detach().abs().max()
-        if output.requires_grad and "anisotropy" in self._wanted and self._slow_next():
+        factor = "anisotropy" in self._wanted or "head_bottom" in self._wanted
+        if output.requires_grad and factor and self._slow_next():
             output.register_hook(self._see_head_gradient)
 
     def _see_head_gradient(self, gradient: Tensor) -> None:
-        rows = _sampled_rows(gradient)
-        classes = rows.shape[1]
-        if classes <= MAX_CLASSES:
-            self._seen["gradients"] = rows
-            return
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (classes,), generator=generator).to(rows) * 2 - 1
-        blocks = (torch.arange(classes) * MIXTURES // classes).to(rows.device)
-        self._seen["mixtures"] = rows.new_zeros(len(rows), MIXTURES).index_add_(1, blocks, rows * signs)
-
-
-def anisotropy(factor: Tensor, *, softmax: bool) -> float:
-    """λ_max / λ_min of a symmetric factor, without the 1-direction if it is a softmax head's.
-
-    >>> anisotropy(torch.diag(torch.tensor([1.0, 2.0, 8.0])), softmax=False)
-    8.0
-    """
-    size = len(factor) if factor.dim() else 0
-    if factor.shape != (size, size) or size < 2 + softmax:
-        shape = tuple(factor.shape)
-        raise GeometryError(setting="factor", given=shape, allowed=f"a square of at least {2 + softmax}")
-    factor = factor.detach().double()
-    if not factor.isfinite().all():
-        raise GeometryError(setting="factor", given="not finite", remedy="look at the gradients")
-    if softmax:  # an orthonormal basis of what is orthogonal to (1, ..., 1), from a Householder reflection
-        v = torch.ones(size, dtype=torch.float64, device=factor.device)
-        v[0] += math.sqrt(size)
-        basis = (torch.eye(size).to(v) - 2 * torch.outer(v, v) / (v @ v))[:, 1:]
-        factor = basis.T @ factor @ basis
-    values = torch.linalg.eigvalsh(factor)
-    largest = float(values[-1])
-    if not largest > 0:
-        raise GeometryError(setting="factor", given="zero", remedy="there are no gradients to compare")
-    return largest / max(float(values[0]), RESOLUTION * largest)
+        self._seen["gradients"] = _sampled_rows(gradient)
 
 
 def _sampled_rows(hidden: Tensor) -> Tensor:

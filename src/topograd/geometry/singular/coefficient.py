@@ -12,7 +12,10 @@ A chain starts at w* and steps with the gradient g of a batch and a diagonal pre
 
 Every `thin` steps the loss of all n terms is evaluated at w, the terms one by one. So L_n(w) and L_n(w*) are
 of the same data: no baseline of a few batches is shared by all chains, whose noise times nβ would make
-repeats disagree. From the terms follow V = Σ_i Var_w, ν = βV/2, WAIC, and WBIC = n E[L_n(w)] at β = 1/log n.
+repeats disagree. With `control` a draw is instead the mean of L_b(w) - L_b(w*) over the batches b of its
+steps: what batches differ by is common to both and cancels, the batch is drawn after w, so that nothing is
+biased, and no evaluation is needed. From the terms, which there are without it alone, follow V = Σ_i Var_w,
+ν = βV/2 and WAIC; from the mean WBIC = n E[L_n(w)], at its own β = 1/log n and at no other.
 
 Whether to believe it. For w ~ exp(-U) over d weights E[(w - w*)·u] = d exactly (integration by parts): the
 *virial*, E[(w - w*)·u] / d, is 1 at equilibrium, below 1 in a chain that has not yet arrived, above 1 by the
@@ -21,7 +24,7 @@ calibrated, and `reason` says why, if the virial is off by more than `VIRIAL`, c
 `AGREE`), the halves of the traces drift, or λ̂ is below zero (w* is no minimum of these data).
 
 Symbols. ε step, γ localisation, b terms of a batch, d weights that are sampled. Cost: chains · (burn-in +
-draws · thin) gradients of a batch, and chains · draws + 1 evaluations of all data.
+draws · thin) gradients of a batch, and chains · draws + 1 evaluations of all data, one with `control`.
 Source: Lau, Furman, Wang, Murfet and Wei, "The Local Learning Coefficient: A Singularity-Aware Complexity
 Measure"; Wang, Hoogland, van Wingerden, Furman and Murfet, "Differentiation and Specialization of Attention
 Heads via the Refined Local Learning Coefficient" (restricted to weights and data); Li, Chen, Carlson and
@@ -131,7 +134,8 @@ def learning_coefficient(
         raise GeometryError(setting="n_beta", given=n_beta, allowed="a positive number")
     if settings.step is None:
         settings = replace(settings, step=bearable_step(target, center, tempered, settings, seed))
-    base = target.losses(center)
+    base = torch.zeros(1) if settings.control else target.losses(center)
+    each_term = target.each_term and not settings.control
     chains = [
         run_chain(target, center, tempered, settings, Noise(seed + 1000 * i), i, on_step)
         for i in range(settings.chains)
@@ -142,6 +146,7 @@ def learning_coefficient(
     value, interval = _mean(traces)
     agreement = _agreement(traces)
     reason = _refusal(value, interval, virial, agreement, traces)
+    mean = float(terms.mean()) + (target.at_center() if settings.control else 0.0)
     assert settings.step is not None
     return LearningCoefficient(
         value=value,
@@ -155,11 +160,11 @@ def learning_coefficient(
         n_beta=tempered,
         step=settings.step,
         weights=target.moving(center),
-        waic=waic(-terms.flatten(0, 1), tempered / target.terms) if target.each_term else None,
-        wbic=target.terms * float(terms.mean()) if math.isclose(tempered, default) else None,
+        waic=waic(-terms.flatten(0, 1), tempered / target.terms) if each_term else None,
+        wbic=target.terms * mean if math.isclose(tempered, default) else None,
         gradients=settings.chains * settings.steps,
-        evaluations=(settings.chains * settings.draws + 1) * len(target.batches),
-        losses=terms.flatten(0, 1) if target.each_term else None,
+        evaluations=len(target.batches) * (1 if settings.control else settings.chains * settings.draws + 1),
+        losses=terms.flatten(0, 1) if each_term else None,
     )
 
 

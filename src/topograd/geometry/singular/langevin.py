@@ -7,6 +7,8 @@ the weights stay at w*.
 The step is the largest with ε c / 4 ≤ `LARGEST_BIAS`, c the largest eigenvalue of √M (nβH + γ) √M that power
 iteration finds at w* and where a short chain gets; M is the one that the chain will have.
 
+Chains of one layer compute only what is behind it: what the layers before return on a batch is stored.
+
 Symbols. H the curvature of batches by differences of gradients. Cost of the step: some 70 to 300 gradients.
 Source: Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics".
 Limits. As of `coefficient.py`.
@@ -28,6 +30,7 @@ from topograd.geometry.factors import Batch, Outputs
 from topograd.geometry.host_copy import first_not_finite, squared_norm, to_host
 from topograd.geometry.losses import OwnLoss
 from topograd.geometry.paths import Replaced
+from topograd.geometry.replay import Replay
 from topograd.geometry.singular.terms import Weights, per_term, refuse_random
 
 OnStep = Callable[[int, int], None]
@@ -64,6 +67,9 @@ class Langevin:
     thin: int = 5
     """Steps from one draw to the next"""
     precondition: Literal["none", "rmsprop"] = "none"
+    control: bool = False
+    """Whether a draw is the mean of L_b(w) - L_b(w*) over the batches b of its `thin` steps, which cost
+    nothing more; else the losses of all terms are evaluated at it"""
 
     @property
     def steps(self) -> int:
@@ -103,8 +109,11 @@ class Target:
             raise GeometryError(
                 "there are no batches", setting="batches", remedy="give at least one pair (inputs, targets)"
             )
-        with torch.no_grad():
-            first = [self._of(batch, {}) for batch in batches]
+        self._replays = {id(batch): Replay(model) for batch in batches}
+        first = []
+        for batch in batches:
+            with torch.no_grad(), self._replays[id(batch)].recording():
+                first.append(self._of(batch, {}))
         self.each_term = all(part.dim() > 0 for part in first)
         sizes = [
             part.numel() if part.dim() or targets is None else len(targets)
@@ -119,6 +128,7 @@ class Target:
                 allowed="at least 3",
             )
         self._shares = [size / self.terms for size in sizes]
+        self._base = [part.mean() for part in first]
 
     def _of(self, batch: Batch, weights: Weights) -> Tensor:
         inputs, targets = batch
@@ -126,7 +136,8 @@ class Target:
             raise GeometryError(
                 "a batch has no targets", setting="batches", remedy="give pairs (inputs, targets)"
             )
-        return self._loss(self._network(weights, inputs), targets)
+        with self._replays[id(batch)].behind(set(weights)):
+            return self._loss(self._network(weights, inputs), targets)
 
     @torch.no_grad()
     def losses(self, weights: Weights) -> Tensor:
@@ -150,6 +161,14 @@ class Target:
         found = dict(zip(learning, filled, strict=True))
         return value.detach(), {name: self.inside(name, g) for name, g in found.items()}
 
+    def excess(self, value: Tensor, place: int) -> Tensor:
+        """A batch's mean loss over that at w*: L_n(w) - L_n(w*) in the mean over batches drawn alike."""
+        return (value - self._base[place]) * self._shares[place] * len(self._shares)
+
+    def at_center(self) -> float:
+        """L_n(w*)."""
+        return sum(share * float(base) for share, base in zip(self._shares, self._base, strict=True))
+
     def inside(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor without what is outside of the parameter's mask."""
         return tensor * self.masks[name] if name in self.masks else tensor
@@ -163,6 +182,7 @@ class Target:
 @dataclass(frozen=True)
 class Chain:
     terms: Tensor
+    """Losses of every draw (draws, terms); with control variates their excess over w* (draws, 1)."""
     virial: float
 
 
@@ -182,11 +202,14 @@ def run_chain(
     draws: list[Tensor] = []
     values: list[Tensor] = []
     virial: list[Tensor] = []
+    excess: list[Tensor] = []
     size, steps = target.moving(center), settings.steps
     every = 1 if next(iter(center.values())).device.type == "cpu" else LOOK
     for i in range(steps):
-        value, gradient = target.gradient(weights, target.batches[noise.place(len(target.batches))])
+        place = noise.place(len(target.batches))
+        value, gradient = target.gradient(weights, target.batches[place])
         values.append(value)
+        excess.append(target.excess(value, place))
         if (i + 1) % every == 0 or i + 1 == steps:
             first = i - i % every
             for at, loss_value in enumerate(to_host(values[first:]), first):
@@ -213,7 +236,8 @@ def run_chain(
         if not burning:
             virial.append(torch.stack([part.to(moved[0]) for part in moved]))
             if (i - settings.burn_in + 1) % settings.thin == 0:
-                draws.append(target.losses(weights))
+                mean = torch.stack(excess[-settings.thin :]).mean()[None] if settings.control else None
+                draws.append(target.losses(weights) if mean is None else mean.cpu())
         if on_step is not None:
             on_step(number * steps + i + 1, settings.chains * steps)
     each = [sum(parts) / size for parts in to_host(virial)]
