@@ -73,7 +73,7 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             given=len(folders),
             allowed=f"{len(plan.stages)}, one for each stage",
         )
-    layout = Layout(plan, tuple(range(len(plan.stages))), private=True)
+    layout = Layout.of(plan, len(plan.stages), stack=stack)
     optimizers = make_optimizers(stack, config.optimizer, plan).optimizers
     for k, store in enumerate(stores):
         _take_stage(stack, layout, optimizers, store.folder / name, k)

@@ -117,7 +117,7 @@ class RankTask(RunTask):
             self.plan,
             ranks.config.stages,
             with_prior=prior,
-            stack=self.stack,
+            stack=self.stack if config.model.task == "text" else None,
             crossing=config.topology.backward != "autograd",
         )
         if self.layout.back_edges or self.plan.late:
