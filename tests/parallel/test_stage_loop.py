@@ -77,7 +77,11 @@ CASES: dict[str, Any] = {
     "one loss, no x0": (LAST, 3, {"clip": 0.5, "shape": NO_X0, "optimizer": "muon+adamw"}),
     "one late loss, no x0": (LAST | {"grad_delay": 1}, 3, {"clip": 0.5, "shape": NO_X0, "count": 4}),
     "tied ends": (LAST, 3, {"clip": 0.5, "shape": NO_X0 | {"tied": True}}),
-    "late tied ends": (LAST | {"grad_delay": 1}, 3, {"clip": 0.5, "shape": NO_X0 | {"tied": True}, "count": 4}),
+    "late tied ends": (
+        LAST | {"grad_delay": 1},
+        3,
+        {"clip": 0.5, "shape": NO_X0 | {"tied": True}, "count": 4},
+    ),
     "mixed": ({"graph": "stages", "stages": "mixed"}, 4, {"count": 4}),
     "mixed on two": ({"graph": "stages", "stages": "mixed"}, 2, {"count": 4}),
 }

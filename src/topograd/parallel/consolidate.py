@@ -28,7 +28,7 @@ def consolidate_run(folder: Path) -> dict[str, Any]:
     """Write the newest set of a run again as one process would; returns what was done."""
     run = Run.open(folder)
     with run.lock():
-        store = FolderStore(run.checkpoints)
+        store = run.store
         names = store.names()
         if not names:
             raise CheckpointError(f"{folder} has no checkpoint yet", remedy="train it first")

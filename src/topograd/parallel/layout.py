@@ -3,8 +3,8 @@
 Statement. Stages are dealt to ranks in order, in runs as even as their layers allow. Values go to later
 ranks; gradients come back along edges with λ > 0, but for bounded interfaces, whose adjoints come from a scan
 (`region_scan.py`). Stages that share a layer must lie on one rank. A parameter belongs to the rank whose
-stages alone use it: the shared head, where one stage alone has a loss, is that rank's, and so is the embedding
-where no other reads x0. What several ranks use is held by those and kept equal by adding up its gradient among
+stages alone use it: so does the shared head where one stage alone has a loss, and the embedding where no
+other rank reads x0. What several ranks use is held by those and kept equal by adding up its gradient among
 them (`stage_loop.py`). Who uses what is found by running the stages once: a parameter is used where autograd
 reaches it from what a stage sends or from its logits.
 

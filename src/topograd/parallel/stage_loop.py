@@ -1,9 +1,10 @@
 """One training step over several ranks: local gradients, and one all-reduce.
 
 What crosses ranks in a step: activations forward and, along edges with λ > 0, gradients back, batch by batch
-(`transport.py`), and at its end one sum over all ranks of a single buffer,
+(`transport.py`); at its end, among the ranks that share a parameter that learns, the sum of its gradient, and
+one sum over all ranks of a single buffer,
 
-    [ losses of stages | norms of groups | who wants to stop | which gradients exist | shared gradients ]
+    [ losses of stages | norms | who wants to stop | which gradients exist | gradients that all ranks share ]
 
 in which every rank fills its own places and leaves zeros elsewhere: x + 0 + ... + 0 = x exactly, so that all
 ranks know the same numbers, and decide alike whether a group is halted (`training/step_runner.py`), by which
@@ -21,7 +22,9 @@ ranks share is taken stage by stage instead of batch by batch, and the embedding
 rank: the last bits of float addition differ (1e-12 in float64 over a run), unless nothing is shared or a step
 has one batch, two ranks and a detached bus. Muon's batched products may differ likewise.
 
-Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`, once for each step.
+Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`, once for each step. Where one
+stage alone has a loss and no other reads x0, nothing is shared and the buffer has some ten numbers. All ranks
+wait for it: a stage that breaks is halted in the step in which it does, and that step is repeated.
 """
 
 from __future__ import annotations
