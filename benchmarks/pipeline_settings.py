@@ -25,6 +25,8 @@ class PipelineSettings:
     """Rows of the embeddings and of the head."""
     context: int = 128
     """Tokens of a sequence."""
+    x0_blend: bool = True
+    """Whether every layer reads the embedding, so that all ranks have it; most models do not."""
     batch: int = 4
     """Sequences of a micro-batch."""
     microbatches: int = 8

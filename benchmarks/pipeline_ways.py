@@ -57,8 +57,7 @@ def bench_pipeline(settings: PipelineSettings) -> dict[str, Any]:
     if strange or (settings.ways and not set(BACKPROP).intersection(settings.ways)):
         given = strange[0] if strange else ", ".join(settings.ways)
         raise ConfigError(f"--ways has {given}; choose from {', '.join(known)}, one of them backprop's")
-    with _places(settings) as places:
-        found = _run(settings, places)
+    found = run_ranks(settings, [sys.executable, str(WORKER), json.dumps(asdict(settings))])
     rounds = found.pop("parts")
     seconds = {name: row["seconds"] for name, row in found.items()}
     plain = [name for name in BACKPROP if name in seconds]
@@ -125,7 +124,8 @@ SIMULATED = ("staged", "gpipe", "1f1b", "data", *CROSSING)
 def work_of(settings: PipelineSettings, parts: dict[str, float], way: str = "staged") -> Work:
     """What was measured, as the simulator takes it; GPipe holds all M graphs, and late stages do."""
     held = way == "gpipe" or "late" in way
-    shared = 3 * settings.vocab * settings.width * 4.0
+    head = settings.vocab * settings.width * 4.0
+    shared = 2 * head if settings.x0_blend or way == "data" else 0.0
     stage = settings.layers // settings.ranks * 12 * settings.width**2 * 4.0
     positions = settings.batch * settings.context
     message = 4.0 * positions * settings.width
@@ -138,6 +138,7 @@ def work_of(settings: PipelineSettings, parts: dict[str, float], way: str = "sta
         message=forward,
         thin=thin,
         shared=shared,
+        head=head,
         stage=stage,
         times=Times(
             forward=parts["held_forward" if held else "forward"],
@@ -155,34 +156,30 @@ def work_of(settings: PipelineSettings, parts: dict[str, float], way: str = "sta
 # The ranks
 
 
-def _run(settings: PipelineSettings, places: list[list[str]]) -> dict[str, Any]:
-    """Start a worker at each place and return what rank 0 prints."""
-    address = "127.0.0.1" if settings.mbit is None else _address(0)
-    port = _free_port()
-    words = json.dumps(asdict(settings))
-    ranks = []
-    for rank, prefix in enumerate(places):
-        more: dict[str, object] = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": settings.ranks,
-            "OMP_NUM_THREADS": 1,
-        }
-        more |= {"MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        if settings.mbit is not None:
-            more["GLOO_SOCKET_IFNAME"] = f"rank{rank}"
-        environment = os.environ | {name: str(value) for name, value in more.items()}
-        command = [*prefix, sys.executable, str(WORKER), words]
-        pipe = subprocess.PIPE
-        ranks.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
-    try:
-        outputs = [process.communicate(timeout=_LIMIT) for process in ranks]
-    except subprocess.TimeoutExpired:
-        raise ParallelError(f"the ranks did not end within {_LIMIT:g} s; ask for fewer rounds") from None
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
+def run_ranks(settings: PipelineSettings, command: list[str], seconds: float = _LIMIT) -> dict[str, Any]:
+    """Run a command on every rank, over the links of the settings; returns the JSON that rank 0 prints."""
+    host = "127.0.0.1" if settings.mbit is None else _address(0)
+    port, ranks = _free_port(), []
+    with _places(settings) as prefixes:
+        for rank, prefix in enumerate(prefixes):
+            more: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.ranks}
+            more |= {"OMP_NUM_THREADS": 1, "MASTER_ADDR": host, "MASTER_PORT": port}
+            more["GLOO_SOCKET_IFNAME"] = "lo" if settings.mbit is None else f"rank{rank}"
+            environment = os.environ | {name: str(value) for name, value in more.items()}
+            pipe = subprocess.PIPE
+            started = subprocess.Popen(
+                [*prefix, *command], env=environment, stdout=pipe, stderr=pipe, text=True
+            )
+            ranks.append(started)
+        try:
+            outputs = [process.communicate(timeout=seconds) for process in ranks]
+        except subprocess.TimeoutExpired:
+            remedy = "ask for fewer rounds or steps"
+            raise ParallelError(f"the ranks did not end within {seconds:g} s; {remedy}") from None
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
     for rank, process in enumerate(ranks):
         if process.returncode:
             last = (outputs[rank][1].strip().splitlines() or ["no message"])[-1]

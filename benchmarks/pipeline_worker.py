@@ -65,7 +65,7 @@ def _stack(settings: PipelineSettings, free: bool = False) -> GPT:
         heads=heads,
         vocab=settings.vocab,
         context=settings.context,
-        x0_blend=not free,
+        x0_blend=settings.x0_blend and not free,
     )
 
 
@@ -170,6 +170,7 @@ class Backprop:
         objective = CrossEntropy()
         loss: Callable[[Tensor, Tensor], Tensor] = lambda h, y: stage_loss(stack, h, 0, objective, y)  # noqa: E731
         self.pipeline = kind(stack, layers, ranks.place, settings.ranks, loss)
+        self.pipeline.adds_up = settings.x0_blend
         self.optimizers = make_optimizers(stack, OptimizerConfig(name="adamw"))
         self.batches = _batches(settings)
 

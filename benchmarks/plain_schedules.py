@@ -11,8 +11,9 @@ one kind). Messages: activations forward and their gradients back, M of each bet
 not wait; what comes next is asked for one message ahead, in both directions.
 
 x0, which every layer may hear, is computed on every rank from a copy of the embedding; the gradients of the
-copies are added up once a step, which is less than a gradient of x0 for every batch. The head is on the last
-rank. Gradients are exact: `tests/parallel/test_plain_schedules.py` compares them with one process.
+copies are added up once a step, which is less than a gradient of x0 for every batch, and not at all where
+only the first layer reads x0 (`adds_up`). The head is on the last rank. Gradients are exact:
+`tests/parallel/test_plain_schedules.py` compares them with one process.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class BackpropPipeline:
 
     def __init__(self, stack: Any, layers: range, rank: int, ranks: int, loss: Loss) -> None:
         self.stack, self.layers, self.rank, self.ranks, self.loss = stack, layers, rank, ranks, loss
+        self.adds_up = True
         self.sent_bytes = 0
         self.waited = 0.0
         """Seconds in which this rank waited for another."""
@@ -83,6 +85,8 @@ class BackpropPipeline:
 
     def _add_up_embedding(self) -> None:
         """Copies of what is no layer's and no head's have one gradient."""
+        if not self.adds_up:
+            return
         own = {id(p) for p in self.stack.layers.parameters()} | {id(p) for p in self.stack.head.parameters()}
         copies = [p for p in self.stack.parameters() if id(p) not in own]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in copies])

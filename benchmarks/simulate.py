@@ -35,7 +35,9 @@ class Simulate:
     thin: float = Work.thin
     """Bytes of their gradient in few bits."""
     shared: float = Work.shared
-    """Bytes of parameters that all stages share."""
+    """Bytes of parameters that all stages read; 0 without an x0 bus."""
+    head: float = Work.head
+    """Bytes of the head."""
     stage: float = Work.stage
     """Bytes of parameters of a stage."""
     interface_rank: int = Work.interface_rank
@@ -61,6 +63,7 @@ class Simulate:
             message=self.message,
             thin=self.thin,
             shared=self.shared,
+            head=self.head,
             stage=self.stage,
             interface_rank=self.interface_rank,
             interface_bytes=self.interface_bytes,

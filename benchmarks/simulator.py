@@ -7,12 +7,13 @@ another, and arrives `latency` later; links carry both directions at once.
 
     gpipe, 1f1b   every F and B starts when its rank is free and what it needs has arrived (event by event,
                   the order of `topology/pipeline.py`); the head is on the last rank, the embedding's copies
-                  are added up at the end
-    whole         1F1B by the executor of stages: the head's gradient is added up with the embedding's
+                  are added up at the end, where stages read x0
+    whole         1F1B by the executor of stages: as 1f1b
     thin          the same; gradients come back in few bits, at the cost of rounding them
     late          gradients come back one step late at every border: F of one micro-batch and B of an earlier
                   step's in turns, nobody waits for a gradient but at the end of a step; thin-late: both
-    staged        F, h, B of one micro-batch at a time; activations travel, shared gradients at the end
+    staged        F, h, B of one micro-batch at a time; activations travel; gradients of the embedding and of
+                  the head, which every stage has, are added up at the end
     free          the same with nothing shared: steps follow without a flush, so a step takes as long as the
                   slowest of a rank's work and a link's traffic
     scan          bounded interfaces: forwards as in 1f1b, Jacobians of r forwards, recursive doubling, local
@@ -128,8 +129,10 @@ class Work:
     """a: activations of one micro-batch at a boundary."""
     thin: float = 67_584.0
     """Their gradient in few bits."""
-    shared: float = 1_572_864.0
-    """Parameters that all stages share: the embeddings and the head."""
+    shared: float = 1_048_576.0
+    """Parameters that all stages read: the embeddings; 0 where only the first stage reads x0."""
+    head: float = 524_288.0
+    """Parameters of the head, which stages share where each has a loss."""
     stage: float = 6_300_000.0
     """Parameters of a stage."""
     interface_rank: int = 16
@@ -143,6 +146,7 @@ class Work:
 
     def __post_init__(self) -> None:
         check_numbers(self, microbatches=(1, 10**6), message=_NUMBER, shared=_NUMBER, stage=_NUMBER)
+        check_numbers(self, head=_NUMBER)
         check_numbers(self, interface_rank=(1, 10**6), interface_bytes=_NUMBER, thin=_NUMBER)
         check_numbers(self, interface_samples=(1, 10**9))
 
@@ -210,9 +214,10 @@ def _staged(P: int, work: Work) -> Found:
         end = shared_span([order] * P, lambda _, kind: costs[kind], *_links(work))
     else:
         end = _streamed(P, M, first, local, wire, work.machine.latency)
-    seconds = end + work.machine.ring(work.shared, P) + _optimizers(P, work)
+    added = work.shared + work.head
+    seconds = end + work.machine.ring(added, P) + _optimizers(P, work)
     busy = P * (M * (first + local) + t.optimizer)
-    return seconds, busy, (P - 1) * M * work.message + _ring_bytes(work.shared, P), 1.0
+    return seconds, busy, (P - 1) * M * work.message + _ring_bytes(added, P), 1.0
 
 
 def _links(work: Work, back: float | None = None) -> tuple[int, tuple[float, float], float]:
@@ -256,12 +261,10 @@ def _backprop(name: str, P: int, work: Work, thin: bool = False) -> Found:
 
     links = _links(work, back)
     end = shared_span(orders, cost, *links) if _shared(P, work) else _both_ways(orders, cost, *links[1:])
-    # in a plain pipeline the head is the last rank's alone
-    shared = work.shared if name == "whole" else 2 / 3 * work.shared
-    seconds = end + work.machine.ring(shared, P) + _optimizers(P, work)
+    seconds = end + work.machine.ring(work.shared, P) + _optimizers(P, work)
     busy = P * (M * (t.embed + t.forward + t.backward + rounding) + t.optimizer) + M * t.head
     memory = M if name == "gpipe" else min(P, M)
-    return seconds, busy, (P - 1) * M * (work.message + back) + _ring_bytes(shared, P), float(memory)
+    return seconds, busy, (P - 1) * M * (work.message + back) + _ring_bytes(work.shared, P), float(memory)
 
 
 def _rounding(P: int, work: Work) -> float:
@@ -365,7 +368,7 @@ def _regions(name: str, P: int, work: Work) -> Found:
 def _data(P: int, work: Work) -> Found:
     t, each = work.times, math.ceil(work.microbatches / P)
     own = each * (P * (t.forward + t.backward) + t.head + t.embed) + P * t.optimizer
-    size = P * work.stage + work.shared
+    size = P * work.stage + work.shared + work.head
     return (
         own * max(1.0, P / work.machine.cores) + work.machine.ring(size, P),
         P * own,

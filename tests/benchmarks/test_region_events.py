@@ -47,12 +47,14 @@ def test_a_mixture_is_no_worse_than_both_at_the_best_number_of_ranks() -> None:
 def test_a_product_has_n_squared_numbers_for_each_sample() -> None:
     """64 samples of 16 numbers: 65 KB, where a product of all their numbers would be 4.2 MB."""
     slow = Machine(mbit=8.0, latency=0.0)  # a megabyte a second
-    work = Work(microbatches=1, shared=0.0, machine=slow, times=Times(head=0.0, embed=0.0, optimizer=0.0))
+    work = Work(
+        microbatches=1, shared=0.0, head=0.0, machine=slow, times=Times(head=0.0, embed=0.0, optimizer=0.0)
+    )
     fast = replace(work, machine=Machine(mbit=1e9, latency=0.0))
     more = simulate_step("scan", 4, work).seconds - simulate_step("scan", 4, fast).seconds
     assert 0.065 < more < 0.4
 
 
 def test_forwards_are_pipelined() -> None:
-    work = Work(microbatches=64, shared=0.0, interface_rank=1)
+    work = Work(microbatches=64, shared=0.0, head=0.0, interface_rank=1)
     assert simulate_step("scan", 8, work).seconds < 64 * 8 * work.times.forward

@@ -9,7 +9,7 @@ from topograd.errors import ConfigError
 
 FAST = Machine(mbit=1e12, latency=0.0)
 UNITS = Times(forward=1, backward=2, head=0, embed=0, optimizer=0)
-EVEN = Work(microbatches=8, shared=0.0, times=UNITS, machine=FAST)
+EVEN = Work(microbatches=8, shared=0.0, head=0.0, times=UNITS, machine=FAST)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])

@@ -88,8 +88,10 @@ def model(topology: dict[str, Any], double: bool = True, **shape: Any) -> tuple[
     if words.get("stages") == "mixed":
         words["stages"] = MIXED
     config = TopologyConfig(**words)
-    layers = shape.pop("layers", 4)
+    layers, tied = shape.pop("layers", 4), shape.pop("tied", False)
     stack = GPT(**(SHAPE | {"layers": config.build(layers).layers} | shape))
+    if tied:
+        stack.head.weight = stack.embedding.weight
     plan = prepare(stack, config.build(layers))
     with torch.no_grad():
         for parameter in stack.parameters():
@@ -146,7 +148,8 @@ def steps(
         store.save(step=count, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
         kept = sum(not p.is_meta for p in stack.parameters())
         scanned = getattr(loop.gradient, "scan_bytes", 0)
-        sizes = {"sent": loop.transport.sent_bytes, "kept": kept, "scanned": scanned}
+        sizes = {"sent": loop.transport.sent_bytes, "added": loop.exchanged_bytes, "kept": kept}
+        sizes |= {"scanned": scanned}
         return {"steps": found, "waited": ranks.waited, **sizes}
 
 

@@ -20,7 +20,7 @@ def half(server: ModuleType, place: int) -> tuple[torch.nn.Module, dict[str, tor
     """A stack with one of two stages, and its optimizers after a step."""
     stack, plan = server.model({"partition": "2,2"})
     layout = Layout.of(plan, 2)
-    shed(stack, [*layout.owned(stack, place), *layout.shared(stack)])
+    shed(stack, [*layout.owned(stack, place), *layout.shared(stack, place)])
     made = make_optimizers(stack, OptimizerConfig(), plan)
     for parameter in stack.parameters():
         if parameter.requires_grad:

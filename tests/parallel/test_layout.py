@@ -10,7 +10,7 @@ from raising import refused
 from topograd.errors import ParallelError
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.parallel.layout import Layout, deal, present, shed
+from topograd.parallel.layout import Layout, deal, keep_own, present, shed
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -40,7 +40,7 @@ def small(topology: Topology) -> tuple[GPT, Plan]:
 def test_every_parameter_is_owned_once_or_shared() -> None:
     stack, plan = small(Topology.chain("1,1,2"))
     layout = Layout.of(plan, 3)
-    shared = {id(p) for p in layout.shared(stack)}
+    shared = {id(p) for rank in range(3) for p in layout.shared(stack, rank)}
     owned = [id(p) for rank in range(3) for p in layout.owned(stack, rank)]
     assert len(owned) == len(set(owned))
     assert not shared & set(owned)
@@ -48,6 +48,23 @@ def test_every_parameter_is_owned_once_or_shared() -> None:
     names = {name for name, p in stack.named_parameters() if id(p) in shared}
     assert names == {"embedding.weight", "previous.weight", "head.weight"}
     assert layout.names(stack, 1) == [n for n, _ in stack.named_parameters() if n.startswith("layers.1.")]
+
+
+def test_parameters_belong_to_the_ranks_that_use_them() -> None:
+    """One loss at the end: the head is the last rank's. x0 is read by all, or by the first rank alone."""
+    topology = Topology.chain("1,1,2", grad_scale=1.0)
+    *before, last = topology.stages
+    topology = replace(topology, stages=(*(replace(stage, weight=0.0) for stage in before), last))
+    for blend, readers in ((True, (0, 1, 2)), (False, (0,))):
+        stack = GPT(layers=4, width=16, heads=2, vocab=11, context=8, x0_blend=blend)
+        layout = Layout.of(prepare(stack, topology), 3, stack=stack)
+        expected = {"embedding.weight": readers, "previous.weight": readers, "head.weight": (2,)}
+        assert layout.readers == expected
+        keep_own(stack, layout, 1)
+        held = set(present(stack.state_dict())) - {n for n in stack.state_dict() if n.startswith("layers.1.")}
+        assert held == ({"embedding.weight", "previous.weight"} if blend else set())
+    stack, plan = small(Topology.chain("1,1,2"))
+    assert set(Layout.of(plan, 3, stack=stack).readers.values()) == {(0, 1, 2)}
 
 
 def test_a_message_goes_to_those_who_hear_it() -> None:
@@ -87,7 +104,7 @@ def test_what_is_shed_keeps_its_name_and_ties_and_no_memory() -> None:
     layer.twin = layer.mlp.up
     layout = Layout.of(plan, 2)
     names = list(stack.state_dict())
-    shed(stack, [*layout.owned(stack, 0), *layout.shared(stack)])
+    shed(stack, [*layout.owned(stack, 0), *layout.shared(stack, 0)])
     assert list(stack.state_dict()) == names
     assert set(present(stack.state_dict())) == {name for name in names if not name.startswith("layers.1.")}
     assert layer.twin.weight is layer.mlp.up.weight

@@ -11,9 +11,11 @@ import torch
 
 from topograd.decode.model import load
 from topograd.files import dump_toml
+from topograd.parallel.consolidate import consolidate_run
 from topograd.runs.config import TrainConfig
+from topograd.runs.delta_store import DeltaStore
 from topograd.runs.folder import Run
-from topograd.runs.session import heldout_text, open_session
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 from topograd.training.evaluation import evaluate
 from topograd.training.runs import resume, start
 from waiting import wait_until
@@ -233,3 +235,58 @@ def test_regions_on_replicas_have_the_losses_of_one_process(
     assert losses(tmp_path / "parts") == losses(tmp_path / "four")
     assert len(losses(tmp_path / "four")) == 6
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)  # float32
+
+
+TUNED: dict[str, dict[str, Any]] = {
+    "cut": {},
+    "thin": {"grad_scale": 1.0, "grad_bits": 4, "weights": (0.0, 1.0)},
+    "late": {"grad_scale": 1.0, "grad_delay": 1, "weights": (0.0, 1.0)},
+}
+
+
+@pytest.mark.covers("imported", "parallel", feature="lora")
+@pytest.mark.parametrize("edge", TUNED)
+def test_a_part_of_a_model_learns_on_two_ranks(
+    edge: str, imported: LoadedTextRun, corpus: Path, launch: Any, tmp_path: Path
+) -> None:
+    """LoRA on a frozen model: losses, checkpoints, evaluation and resumption of one process."""
+    config = imported.config.changed(init=str(imported.run.folder), data=str(corpus), partition="2,2")
+    config = config.changed(steps=4, batch=2, accumulate=2, eval_every=0, eval_bytes=300, **TUNED[edge])
+    config = replace(config, tune=replace(config.tune, lora_rank=2))
+    results = start(config, tmp_path / "one").train()
+    file = tmp_path / "config.toml"
+    file.write_text(dump_toml(config.as_dict()))
+    ways = {"two": ["--config", str(file)], "again": ["--config", str(file), "--stop-after", "2"]}
+    for name, words in ways.items():
+        argv = ["train", *words, "--out", str(tmp_path / name), "--parallel", TWO, "--json"]
+        job = launch("cli", 2, argv=argv)
+        assert job.results() == [0, 0], job.said()
+        printed = json.loads(job.printed(0))
+        if name == "two":
+            assert printed["bpb"]["prediction"] == pytest.approx(results["bpb"]["prediction"], rel=1e-5)
+    argv = ["train", "--resume", str(tmp_path / "again"), "--parallel", TWO, "--json"]
+    assert launch("cli", 2, argv=argv).results() == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4, nan_ok=True)
+    stores = {name: Run.open(tmp_path / name).store for name in ("one", "two", "again")}
+    assert all(isinstance(store, DeltaStore) for store in stores.values())
+    own = {name: store.own_tensors(store.names()[-1]) for name, store in stores.items()}  # type: ignore[attr-defined]
+    assert own["one"].keys() == own["two"].keys()
+    assert all("lora" in name for name in own["two"])
+    for name, tensor in own["two"].items():
+        assert torch.allclose(tensor, own["one"][name], rtol=1e-3, atol=1e-6), name
+        assert torch.equal(tensor, own["again"][name]), name
+    consolidate_run(tmp_path / "two")
+    assert weights(tmp_path / "two").keys() == weights(tmp_path / "again").keys()
+    for name, tensor in weights(tmp_path / "two").items():
+        assert torch.equal(tensor, weights(tmp_path / "again")[name]), name
+
+
+def test_old_text_is_read_in_one_process(
+    imported: LoadedTextRun, corpus: Path, launch: Any, tmp_path: Path
+) -> None:
+    argv = ["train", "--init", str(imported.run.folder), "--data", str(corpus), "--lora-rank", "2"]
+    argv += ["--old-text", str(corpus), "--partition", "2,2", "--steps", "2", "--parallel", TWO]
+    job = launch("cli", 2, argv=[*argv, "--out", str(tmp_path / "run")])
+    assert job.results() == [2, 2]
+    assert "--old-text is" in job.said()
+    assert not (tmp_path / "run").exists()

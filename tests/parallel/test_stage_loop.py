@@ -16,6 +16,8 @@ from topograd.training.step_runner import StepRunner
 
 FREE: dict[str, Any] = {"bus": "detached", "heads": "own"}
 NO_X0 = {"x0_blend": False}
+LAST: dict[str, Any] = {"partition": "1,1,2", "grad_scale": 1.0, "weights": [0.0, 0.0, 1.0]}
+"""Backprop in stages: one loss, at the end."""
 
 
 def alone(
@@ -70,6 +72,15 @@ CASES: dict[str, Any] = {
         {"partition": "2,2", "grad_scale": 1.0, "grad_delay": 2, "grad_bits": 3, "bus": "detached"},
         2,
         {"accumulate": 12, "count": 4},
+    ),
+    "one loss": (LAST, 3, {"clip": 0.5}),
+    "one loss, no x0": (LAST, 3, {"clip": 0.5, "shape": NO_X0, "optimizer": "muon+adamw"}),
+    "one late loss, no x0": (LAST | {"grad_delay": 1}, 3, {"clip": 0.5, "shape": NO_X0, "count": 4}),
+    "tied ends": (LAST, 3, {"clip": 0.5, "shape": NO_X0 | {"tied": True}}),
+    "late tied ends": (
+        LAST | {"grad_delay": 1},
+        3,
+        {"clip": 0.5, "shape": NO_X0 | {"tied": True}, "count": 4},
     ),
     "mixed": ({"graph": "stages", "stages": "mixed"}, 4, {"count": 4}),
     "mixed on two": ({"graph": "stages", "stages": "mixed"}, 2, {"count": 4}),
@@ -158,6 +169,18 @@ def test_four_bits_send_an_eighth_of_float32_back(launch: Any) -> None:
     positions = 3 * 3 * 2 * 8  # steps, batches, sequences, tokens
     assert [sent[32][1], sent[4][1]] == [positions * 64, positions * (8 + 4)]
     assert sent[32][0] == sent[4][0], "forward all is as it was"
+
+
+def test_what_one_rank_uses_is_not_added_up(launch: Any) -> None:
+    """In bytes of a rank and step: three losses, one norm of a group, one of the rest, who stops; and, where
+    the first and the last rank share a table of 23 x 16, its sum with a flag."""
+    numbers, table = 8 * (3 + 1 + 2), 8 * (23 * 16 + 1)
+    for shape, expected in (
+        (NO_X0, [numbers, numbers, numbers]),
+        (NO_X0 | {"tied": True}, [numbers + table, numbers, numbers + table]),
+    ):
+        job = launch("steps", 3, parallel="stages=3", topology=LAST, shape=shape)
+        assert [result["added"] / 3 for result in job.results()] == expected
 
 
 @pytest.mark.parametrize(

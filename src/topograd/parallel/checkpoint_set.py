@@ -35,6 +35,7 @@ from topograd.parallel.ranks import Ranks
 from topograd.parallel.sharding import local, whole
 from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, named_extra, put_in_place, tidy
 from topograd.runs.checkpoint_set import load_part, write_state
+from topograd.runs.delta_store import DeltaStore
 from topograd.runs.tensor_files import aliases_of
 
 SAVE_SECONDS = 3600.0
@@ -102,6 +103,20 @@ class SetStore(FolderStore):
     ) -> str:
         all_of_them = tensors_of(model, optimizers, self.ranks.rank) | named_extra(tensors)
         return _tried(lambda: _write(folder, all_of_them, self.ranks.save_group))
+
+
+class DeltaSetStore(DeltaStore):
+    """The same of a run that learns a part of another one: sets hold that part alone."""
+
+    ranks: Ranks
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        super().__init__(folder)
+        object.__setattr__(self, "ranks", ranks)
+
+    @property
+    def own(self) -> FolderStore:
+        return SetStore(self.folder / "checkpoints", self.ranks)
 
 
 class IndependentStageStore(FolderStore):

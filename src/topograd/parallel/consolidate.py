@@ -28,7 +28,7 @@ def consolidate_run(folder: Path) -> dict[str, Any]:
     """Write the newest set of a run again as one process would; returns what was done."""
     run = Run.open(folder)
     with run.lock():
-        store = FolderStore(run.checkpoints)
+        store = run.store
         names = store.names()
         if not names:
             raise CheckpointError(f"{folder} has no checkpoint yet", remedy="train it first")
@@ -73,7 +73,7 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             given=len(folders),
             allowed=f"{len(plan.stages)}, one for each stage",
         )
-    layout = Layout(plan, tuple(range(len(plan.stages))), private=True)
+    layout = Layout.of(plan, len(plan.stages), stack=stack)
     optimizers = make_optimizers(stack, config.optimizer, plan).optimizers
     for k, store in enumerate(stores):
         _take_stage(stack, layout, optimizers, store.folder / name, k)

@@ -39,7 +39,7 @@ from topograd.files import dump_json
 from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
 from topograd.parallel.checkpoint_set import IndependentStageStore
-from topograd.parallel.layout import Layout, keep_own, reads_x0
+from topograd.parallel.layout import Layout, keep_own
 from topograd.parallel.link import Address, Arrived, Receiver, Sender
 from topograd.parallel.rank_task import check_one_process, check_whole, hand_over
 from topograd.parallel.settings import ParallelConfig
@@ -151,7 +151,7 @@ class IndependentStageTask(RunTask):
         self._spread()
 
     def _spread(self) -> None:
-        keep_own(self.stack, Layout(self.plan, tuple(range(len(self.plan.stages))), private=True), self.index)
+        keep_own(self.stack, Layout.of(self.plan, len(self.plan.stages), stack=self.stack), self.index)
         whole = self.loop
         optimizers = make_optimizers(self.stack, self.config.optimizer, self.plan)
         hand_over(whole.optimizers, optimizers)
@@ -330,7 +330,8 @@ def check_alone(stack: Stack, plan: Plan, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"stage {index + 1} trains the embedding through x0", setting="bus", given="live", remedy=remedy
         )
-    if index and reads_x0(stack, plan, index):
+    layout = Layout.of(plan, stages, stack=stack)
+    if any(layout.readers[name] != (0,) for name in layout.embedding):
         raise ConfigError(
             f"the layers of stage {index + 1} read x0, which the first stage changes",
             setting="model.x0_blend",

@@ -3,17 +3,20 @@
 Statement. Stages are dealt to ranks in order, in runs as even as their layers allow. Values go to later
 ranks; gradients come back along edges with λ > 0, but for bounded interfaces, whose adjoints come from a scan
 (`region_scan.py`). Stages that share a layer must lie on one rank. A parameter belongs to the rank whose
-stages alone use it. What several ranks use (the embedding, the shared head) is held by all of them and kept
-equal by adding up its gradient (`stage_loop.py`).
+stages alone use it: so does the shared head where one stage alone has a loss, and the embedding where no
+other rank reads x0. What several ranks use is held by those and kept equal by adding up its gradient among
+them (`stage_loop.py`). Who uses what is found by running the stages once: a parameter is used where autograd
+reaches it from what a stage sends or from its logits.
 
-Symbols: K stages, P ranks. Cost: O(K² P) to deal the stages out.
+Symbols: K stages, P ranks. Cost: O(K² P) to deal the stages out; a forward and K backwards of two tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +40,12 @@ class Layout:
     """The rank of each stage."""
     with_prior: bool = False
     """Whether objectives read the hidden states of earlier stages."""
-    private: bool = False
-    """Whether the embedding is the first rank's own, because no other rank reads x0."""
     crossing: bool = False
     """Whether gradient crosses ranks, by a scan over bounded interfaces."""
+    readers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks that use each parameter that learns and is no stage's own, by name; of others all do."""
+    embedding: frozenset[str] = frozenset()
+    """Those of them that x0 is made from."""
 
     @classmethod
     def of(
@@ -52,7 +57,7 @@ class Layout:
         stack: Stack | None = None,
         crossing: bool = False,
     ) -> Layout:
-        """Deal the stages to `ranks` ranks. With the stack it is tried who reads x0."""
+        """Deal the stages to `ranks` ranks. With the stack, of tokens, it is tried who uses what."""
         if ranks > len(plan.stages):
             raise ParallelError(
                 setting="stages",
@@ -63,10 +68,7 @@ class Layout:
         layout = cls(plan, deal([len(p.layers) for p in plan.stages], ranks), with_prior, crossing=crossing)
         if not crossing:
             layout._check_ranks()
-        if stack is not None and ranks > 1 and plan.topology.own_heads:
-            elsewhere = [k for k, owner in enumerate(layout.owners) if owner > 0]
-            return replace(layout, private=not any(reads_x0(stack, plan, k) for k in elsewhere))
-        return layout
+        return layout if stack is None or ranks == 1 else replace(layout, **_tried(stack, layout))
 
     def _check_ranks(self) -> None:
         for planned in self.plan.stages:
@@ -142,41 +144,45 @@ class Layout:
 
     # Parameters
 
-    def owned(self, stack: Stack, rank: int) -> list[nn.Parameter]:
-        """What only the stages of `rank` use, but for what `shared` names."""
-        shared = {id(p) for p in self.shared(stack)}
-        own = stage_parameters(stack, self.plan, self.stages_of(rank))
-        if self.private and rank == 0:
-            own += self.embedding(stack)
-        return [p for p in own if id(p) not in shared]
-
-    def embedding(self, stack: Stack) -> list[nn.Parameter]:
-        """What learns and is no stage's own, where that is the first rank's alone."""
-        owned = {id(p) for p in stage_parameters(stack, self.plan, range(len(self.owners)))}
-        return [p for p in stack.parameters() if p.requires_grad and id(p) not in owned]
-
-    def shared(self, stack: Stack) -> list[nn.Parameter]:
-        """What several ranks use: all that is no stage's own, and heads that later ranks read too."""
+    def users(self, stack: Stack) -> dict[int, tuple[int, ...]]:
+        """The ranks that use each parameter, by its id; all where it is not known."""
+        everybody = tuple(range(self.ranks))
         users: dict[int, set[int]] = {}
-        for rank in range(self.ranks):
+        for rank in everybody:
             for p in stage_parameters(stack, self.plan, self.stages_of(rank)):
                 users.setdefault(id(p), set()).add(rank)
-            last = max(self.stages_of(rank)) if self.with_prior and self.ranks > 1 else -1
-            for k in self.plan.predicting():
-                for p in stack.head_parameters(self.plan.stages[k].head) if k <= last else ():
+            for k in self._heads_read(rank):
+                for p in stack.head_parameters(self.plan.stages[k].head):
                     users.setdefault(id(p), set()).add(rank)
             for port in [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]:
                 relay = stack.learned_relays().get(port.relay)
                 # a bounded interface computes at the sending end too
                 for p in relay.parameters_by_end()[0] if isinstance(relay, BoundedRelay) else ():
                     users.setdefault(id(p), set()).add(rank)
-        private = {id(p) for p in self.embedding(stack)} if self.private else set()
-        several = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]
-        return [p for p in several if id(p) not in private]
+        found = {}
+        for name, p in stack.named_parameters():
+            own = users.get(id(p), ())
+            found[id(p)] = tuple(own) if len(own) == 1 else self.readers.get(name, everybody)
+        return found
+
+    def _heads_read(self, rank: int) -> list[int]:
+        """The stages whose heads are read on a rank beside those that run there: those before its last."""
+        last = max(self.stages_of(rank)) if self.with_prior and self.ranks > 1 else -1
+        return [k for k in self.plan.predicting() if k <= last]
+
+    def owned(self, stack: Stack, rank: int) -> list[nn.Parameter]:
+        """What `rank` alone uses."""
+        users = self.users(stack)
+        return [p for p in stack.parameters() if users[id(p)] == (rank,)]
+
+    def shared(self, stack: Stack, rank: int) -> list[nn.Parameter]:
+        """What `rank` and others use."""
+        users = self.users(stack)
+        return [p for p in stack.parameters() if rank in users[id(p)] and len(users[id(p)]) > 1]
 
     def names(self, stack: Stack, rank: int) -> list[str]:
-        """The state that `rank` alone keeps, by name: its parameters, and the buffers of its layers."""
-        mine = {id(p) for p in self.owned(stack, rank)}
+        """The state that `rank` hands over, by name: what no rank before it uses, and its layers' buffers."""
+        mine = {at for at, users in self.users(stack).items() if users[0] == rank}
         layers = {i for k in self.stages_of(rank) for i in self.plan.stages[k].layers}
         parameters = {id(p) for p in stack.parameters()}
         return [
@@ -221,28 +227,63 @@ def deal(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-@torch.no_grad()
-def reads_x0(stack: Stack, plan: Plan, stage: int) -> bool:
-    """Whether a stage needs x0: it trains it, starts from it, or turns to NaN where x0 is NaN."""
-    planned = plan.stages[stage]
-    if planned.live_bus or any(port.source == EMBEDDING for port, _ in planned.inputs):
-        return True
+def _tried(stack: Stack, layout: Layout) -> dict[str, Any]:
+    """The readers of a layout, and what the embedding is made from."""
+    owned = {id(p) for p in stage_parameters(stack, layout.plan, range(len(layout.owners)))}
+    named = {n: p for n, p in stack.named_parameters() if p.requires_grad and id(p) not in owned}
+    reached, embedding = used_by_stage(stack, layout.plan, named)
+    readers: dict[str, set[int]] = {name: set() for name in named}
+    for k, names in enumerate(reached):
+        for name in names:
+            readers[name].add(layout.owners[k])
+    for rank in range(layout.ranks):
+        for k in layout._heads_read(rank):
+            for name in reached[k] - embedding:
+                readers[name].add(rank)
+    found = {name: tuple(sorted(ranks)) or (0,) for name, ranks in readers.items()}
+    return {"readers": found, "embedding": embedding}
+
+
+def used_by_stage(
+    stack: Stack, plan: Plan, named: Mapping[str, nn.Parameter]
+) -> tuple[list[frozenset[str]], frozenset[str]]:
+    """Which of these parameters each stage uses, by its input, x0 or its head; and which x0 is made from."""
+    names, parameters = list(named), list(named.values())
+
+    def reached(roots: Sequence[Tensor]) -> frozenset[str]:
+        sums = [root.sum() for root in roots if root.requires_grad]
+        if not sums or not parameters:
+            return frozenset()
+        found = torch.autograd.grad(sums, parameters, retain_graph=True, allow_unused=True)
+        return frozenset(name for name, gradient in zip(names, found, strict=True) if gradient is not None)
+
     inputs = torch.zeros((1, 2), dtype=torch.int64, device=next(stack.parameters()).device)
-    x0 = stack.embed(inputs)
-    ctx = stack.layer_context(torch.full_like(x0, float("nan")), inputs)
-    h, _ = run_stage(stack, planned, [torch.ones_like(x0)], ctx)
-    return bool(h.isnan().any())
+    with torch.enable_grad(), torch.random.fork_rng():
+        x0 = stack.embed(inputs)
+        ctx = stack.layer_context(x0, inputs)
+        if ctx.calls:  # somebody else's layers, with arguments that may come from anywhere
+            return [frozenset(names)] * len(plan.stages), frozenset(names)
+        sent: dict[EdgeOutput, Tensor] = {}
+        found = []
+        for planned in plan.stages:
+            received = [x0 if port.source == EMBEDDING else sent[port].detach() for port, _ in planned.inputs]
+            h, outputs = run_stage(stack, planned, received, ctx)
+            sent |= outputs
+            logits = [stack.readout(h, planned.head)] if planned.predicts or planned.scale > 0 else []
+            found.append(reached([h, *outputs.values(), *logits]))
+        return found, reached([x0])
 
 
 def keep_own(stack: Stack, layout: Layout, rank: int) -> None:
-    """Drop what is not `rank`'s. Of an embedding of another, values stay, neither learned nor saved."""
-    stale = {id(p) for p in layout.embedding(stack)} if layout.private and rank else set()
-    for module in stack.modules() if stale else ():
+    """Drop what `rank` does not use. Of the embedding values stay, neither learned nor saved."""
+    stale = {n: p for n, p in stack.named_parameters() if rank not in layout.readers.get(n, (rank,))}
+    ids = {id(p) for name, p in stale.items() if name in layout.embedding}
+    for module in stack.modules() if ids else ():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in stale:
+            if id(parameter) in ids:
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach(), persistent=False)
-    shed(stack, [*layout.owned(stack, rank), *layout.shared(stack)])
+    shed(stack, [*layout.owned(stack, rank), *layout.shared(stack, rank)])
 
 
 def shed(stack: Stack, kept: Sequence[nn.Parameter]) -> None:

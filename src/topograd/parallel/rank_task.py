@@ -25,7 +25,7 @@ from topograd.errors import ConfigError
 from topograd.exec.objectives import objectives_of, uses_prior
 from topograd.files import dump_json
 from topograd.nn.stack import Stack
-from topograd.parallel.checkpoint_set import SetStore
+from topograd.parallel.checkpoint_set import DeltaSetStore, SetStore
 from topograd.parallel.layout import Layout, keep_own, present
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.region_scan import RegionScan
@@ -35,12 +35,14 @@ from topograd.parallel.stage_loop import StageLoop
 from topograd.parallel.transport import MeshTransport
 from topograd.runs.checkpoint import Checkpoint, CheckpointStore
 from topograd.runs.config import TrainConfig
+from topograd.runs.delta_store import DeltaStore
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack
 from topograd.runs.topology_config import AVERAGE_TEACHER
 from topograd.runs.tune_config import BASED
+from topograd.training.activation_cache import OnRows
 from topograd.training.optimizers import OptimizerSet, make_optimizers
-from topograd.training.runs import RunTask
+from topograd.training.runs import RunTask, begin_from
 from topograd.training.sources import Data
 from topograd.training.trainer import Reading
 
@@ -58,6 +60,8 @@ class RankRun(Run):
 
     @property
     def store(self) -> CheckpointStore:
+        if isinstance(super().store, DeltaStore):
+            return DeltaSetStore(self.folder, self.ranks)
         return SetStore(self.checkpoints, self.ranks)
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -117,7 +121,7 @@ class RankTask(RunTask):
             self.plan,
             ranks.config.stages,
             with_prior=prior,
-            stack=self.stack,
+            stack=self.stack if config.model.task == "text" else None,
             crossing=config.topology.backward != "autograd",
         )
         if self.layout.back_edges or self.plan.late:
@@ -135,8 +139,12 @@ class RankTask(RunTask):
     @contextmanager
     def running(self, step: int) -> Iterator[None]:
         check_one_process(self)
-        self.spread()
         yield
+
+    def prepare(self, step: int, on_rows: OnRows | None) -> None:
+        """What begins with the whole model, as new exits do, begins before it is spread."""
+        super().prepare(step, on_rows)
+        self.spread()
 
     def spread(self) -> None:
         """Keep the own stages and what all share, with the state of their optimizers."""
@@ -170,7 +178,9 @@ class RankTask(RunTask):
         return self.loop.stop_everywhere
 
     def evaluate(self, step: int) -> Reading:
-        whole = gather_stack(self.stack, self.layout, self.config, self.ranks)
+        store = self.run.store
+        base = store if isinstance(store, DeltaStore) else None
+        whole = gather_stack(self.stack, self.layout, self.config, self.ranks, base)
         name = f"evaluation/{step}"
         if whole is not None:
             with self.ranks.busy("evaluating"):
@@ -187,17 +197,22 @@ def check_one_process(task: RunTask) -> None:
             "a model that teaches itself, keeps hidden states or learns from conversations "
             "trains in one process",
             setting="parallel",
-            remedy="leave it out",
+            remedy="leave it out; with frozen layers give --states none",
         )
 
 
 def check_whole(config: TrainConfig) -> None:
-    """A run that keeps only a part of its weights has a store of its own, which ranks do not write."""
+    """Refuse what one stage alone cannot train: a part of another run has a store of its own."""
     part = [name for name in BASED if getattr(config.tune, name)]
     if part:
         raise ConfigError(
-            setting=part[0], given=getattr(config.tune, part[0]), allowed="left out with --parallel"
+            setting=part[0], given=getattr(config.tune, part[0]), allowed="left out with stage=K"
         )
+    _check_steady(config)
+
+
+def _check_steady(config: TrainConfig) -> None:
+    """Refuse what changes with the step, or needs the whole model at once."""
     for name, given in (
         ("grad_scale_schedule", config.topology.grad_scale_schedule is not None),
         ("batch_parts", config.batch_parts > 1),
@@ -215,7 +230,16 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     """What cannot be trained on several ranks is refused before a folder is made."""
     if config.search.kind != "none":
         raise ConfigError(setting="search.kind", given=config.search.kind, allowed="none with --parallel")
-    check_whole(config)
+    if config.tune.measures_forgetting:
+        name = "lora_directions" if config.tune.old_text is None else "old_text"
+        given = getattr(config.tune, name)
+        raise ConfigError(
+            f"{name} is {given}, for which old text is read in one process",
+            setting=name,
+            given=given,
+            remedy="leave it out with --parallel",
+        )
+    _check_steady(config)
     if config.geometry_every:
         raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
     if config.on_alarm != "none":
@@ -275,25 +299,35 @@ def hand_over(whole: OptimizerSet, mine: OptimizerSet, cut: Mapping[int, nn.Para
                     optimizer.state[parameter] = cut_like(before.state[was], parameter)
 
 
-def gather_stack(stack: Stack, layout: Layout, config: TrainConfig, ranks: Ranks) -> Stack | None:
-    """The whole model on rank 0; None on the others. Everybody must call it."""
+def gather_stack(
+    stack: Stack, layout: Layout, config: TrainConfig, ranks: Ranks, base: DeltaStore | None = None
+) -> Stack | None:
+    """The whole model on rank 0; None on the others. Everybody must call it. What is the base's does not
+    travel."""
     state = present(stack.state_dict())
+
+    def travels(model: Stack, place: int) -> list[str]:
+        own = None if base is None else {*base.own_names(model)}
+        return [name for name in layout.names(model, place) if own is None or name in own]
+
     with ranks.within("gathering shards"):
         own = {name: whole_of(tensor) for name, tensor in state.items()}
     if ranks.replica > 0:
         return None
     if ranks.place > 0:
-        for buffer in _packed([own[name] for name in layout.names(stack, ranks.place)]).values():
+        for buffer in _packed([own[name] for name in travels(stack, ranks.place)]).values():
             work = ranks.collective(lambda b=buffer: [dist.isend(b, 0)], "handing over weights")[0]
             ranks.wait(work, "handing over weights", 0)
         return None
     whole, _ = build_stack(config)
+    if base is not None:
+        begin_from(whole, base.open_base())
     state = whole.state_dict()
     with torch.no_grad():
         for name, tensor in own.items():
             state[name].copy_(tensor)
         for place in range(1, layout.ranks):
-            names = layout.names(whole, place)
+            names = travels(whole, place)
             for dtype, buffer in _packed([state[name] for name in names]).items():
                 what = f"gathering the weights of rank {place}"
                 ranks.wait(

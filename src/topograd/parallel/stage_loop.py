@@ -1,9 +1,10 @@
 """One training step over several ranks: local gradients, and one all-reduce.
 
 What crosses ranks in a step: activations forward and, along edges with λ > 0, gradients back, batch by batch
-(`transport.py`), and at its end one sum over all ranks of a single buffer,
+(`transport.py`); at its end, among the ranks that share a parameter that learns, the sum of its gradient, and
+one sum over all ranks of a single buffer,
 
-    [ losses of stages | norms of groups | who wants to stop | which gradients exist | shared gradients ]
+    [ losses of stages | norms | who wants to stop | which gradients exist | gradients that all ranks share ]
 
 in which every rank fills its own places and leaves zeros elsewhere: x + 0 + ... + 0 = x exactly, so that all
 ranks know the same numbers, and decide alike whether a group is halted (`training/step_runner.py`), by which
@@ -21,7 +22,9 @@ ranks share is taken stage by stage instead of batch by batch, and the embedding
 rank: the last bits of float addition differ (1e-12 in float64 over a run), unless nothing is shared or a step
 has one batch, two ranks and a detached bus. Muon's batched products may differ likewise.
 
-Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`, once for each step.
+Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`, once for each step. Where one
+stage alone has a loss and no other reads x0, nothing is shared and the buffer has some ten numbers. All ranks
+wait for it: a stage that breaks is halted in the step in which it does, and that step is repeated.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from topograd.exec.gradient import sends_back
@@ -64,9 +69,33 @@ class StageLoop(StepRunner):
     def __post_init__(self) -> None:
         self.ahead = self.layout.ahead(self.ranks.place)
         self._open: deque[OpenStep] = deque()
-        self.shared = [p for p in self.layout.shared(self.stack) if p.requires_grad]
-        self.own = [p for p in self.layout.owned(self.stack, self.ranks.place) if p.requires_grad]
-        self.copies = [p for p in self.own if not is_shard(p)]
+        place, plan = self.ranks.place, self.layout.plan
+        own = [p for p in self.layout.owned(self.stack, place) if p.requires_grad]
+        self.copies = [p for p in own if not is_shard(p)]
+        staged = {id(p) for p in stage_parameters(self.stack, plan, range(len(plan.stages)))}
+        self.own = [p for p in own if id(p) in staged]
+        self.loose = [p for p in own if id(p) not in staged]
+        users = self.layout.users(self.stack)
+        shared = [p for p in self.layout.shared(self.stack, place) if p.requires_grad]
+        everybody = tuple(range(self.layout.ranks))
+        self.shared = [p for p in shared if users[id(p)] == everybody]
+        self.among_some: list[tuple[list[nn.Parameter], dist.ProcessGroup]] = []
+        for some in sorted({*self.layout.readers.values()} - {everybody}):
+            if len(some) > 1:  # all ranks take part in making a group
+                group = self._group(some)
+                if place in some:
+                    self.among_some.append(([p for p in shared if users[id(p)] == some], group))
+                    self.loose += self.among_some[-1][0] if place == some[0] else []
+
+    def _group(self, places: Sequence[int]) -> dist.ProcessGroup:
+        """The ranks at these places, of all replicas."""
+        config = self.ranks.config
+        each = [replica * config.stages + place for replica in range(config.replicas) for place in places]
+        limit = timedelta(seconds=config.timeout)
+        made: dist.ProcessGroup = self.ranks.collective(
+            lambda: dist.new_group(each, timeout=limit), "making a group of ranks that share a parameter"
+        )
+        return made
 
     def _measured(
         self, plan: Plan, batches: Sequence[Batch]
@@ -83,11 +112,15 @@ class StageLoop(StepRunner):
         self.transport.finish()
         if replicas > 1:
             self._add_up(self.copies, "adding up the gradients of replicas", self.ranks.replica_group)
-        losses, norms, rest = self._exchange(plan, losses)
+        for parameters, group in self.among_some:
+            self._add_up(parameters, "adding up what some ranks share", group)
+        losses, norms, loose = self._exchange(plan, losses)
         parts = self._parts(plan)
-        if len(parts) == 1:  # one group learns: its norm and that of what is shared, as one
-            return losses, parts, [torch.hypot(norms[0], norm_of(self.shared))] if norms else [norm_of([])]
-        return losses, parts, [*norms, rest if self.layout.private else norm_of(parts[-1])]
+        if len(parts) == 1:  # one group learns: its norm and that of what is no stage's own, as one
+            rest = torch.hypot(loose, norm_of(self.shared))
+            return losses, parts, [torch.hypot(norms[0], rest)] if norms else [norm_of([])]
+        last = {id(p) for p in parts[-1]}
+        return losses, parts, [*norms, torch.hypot(loose, norm_of([p for p in self.shared if id(p) in last]))]
 
     def _coming(self, plan: Plan) -> list[tuple[int, int]]:
         """The edges along which gradient comes to this rank in this step."""
@@ -130,7 +163,8 @@ class StageLoop(StepRunner):
         return step.losses
 
     def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Add up what is shared; every stage's loss, every group's norm, and that of a private embedding."""
+        """Add up what all share; every stage's loss, every group's norm, and that of what is no stage's own
+        and not all ranks use."""
         groups = plan.groups()
         known = losses.new_zeros(len(plan.stages) + len(groups) + 2)
         for k in self.transport.stages:
@@ -149,21 +183,21 @@ class StageLoop(StepRunner):
                 else:
                     norm = squared_norm(own, first) if sharded else norm_of(own)
                 known[len(plan.stages) + i] = norm
-        if self.layout.private and self.ranks.first:
-            known[-2] = norm_of(self.layout.embedding(self.stack))
+        if first:
+            known[-2] = norm_of(self.loose).square()
         known[-1] = float(self.stop_here)
         known = self._add_up(self.shared, "adding up what ranks share", None, known)
         self.stop_everywhere = bool(known[-1] > 0)
         norms = known[len(plan.stages) : -2]
         squares = [self.layout.crossing or sharded or part for part in parted]
         each = [norm.sqrt() if square else norm for norm, square in zip(norms, squares, strict=True)]
-        return known[: len(plan.stages)], each, known[-2]
+        return known[: len(plan.stages)], each, known[-2].sqrt()
 
     def _add_up(
         self,
         parameters: Sequence[nn.Parameter],
         what: str,
-        group: torch.distributed.ProcessGroup | None,
+        group: dist.ProcessGroup | None,
         numbers: Tensor | None = None,
     ) -> Tensor:
         """Sum the gradients over ranks, and `numbers` with them; one that no rank has stays None."""

@@ -28,7 +28,15 @@ from topograd.files import dump_json, read_json
 from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
-from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, Contents, FolderStore, Optimizers
+from topograd.runs.checkpoint import (
+    TENSOR_FILES,
+    Checkpoint,
+    Contents,
+    FolderStore,
+    Optimizers,
+    read_state,
+)
+from topograd.runs.checkpoint_set import read_set
 from topograd.runs.folder import BASE
 from topograd.runs.tensor_files import fill
 from topograd.runs.tune_config import TuneConfig
@@ -134,7 +142,13 @@ class DeltaStore:
 
     def own_tensors(self, name: str) -> dict[str, Tensor]:
         """What a checkpoint holds beside its base; the file is verified when the run is opened."""
-        return load_file(self.own.folder / name / TENSOR_FILES[0])
+        path = self.own.folder / name
+        state = read_state(path)
+        return read_set(path, state)[0] if state.get("set") else load_file(path / TENSOR_FILES[0])
+
+    def own_names(self, model: nn.Module) -> list[str]:
+        """The tensors of a model that a checkpoint holds."""
+        return list(_OwnPart(model, self._read()["tensors"]).state_dict())
 
     def open_base(self) -> LoadedTextRun:
         """The run that this one stands on, at the checkpoint that it was begun with."""
