@@ -29,11 +29,13 @@ import torch
 import torch.distributed as dist
 
 import clone  # noqa: F401  (for what is not installed)
-from papers.latent_bounded_interfaces.measure import build_model, measure_units, random_tokens, timed
+from papers.latent_bounded_interfaces.measure import build_model, random_tokens
 from papers.latent_bounded_interfaces.shape import Shape
-from region_events import RegionTimes, region_span
 from topograd.exec.gradient import Autograd, GradientEngine
-from topograd.exec.train_step import OpenStep, start_step, train_step
+from topograd.exec.train_step import OpenStep, start_step
+from topograd.interfaces.region_events import RegionTimes, region_span
+from topograd.interfaces.region_times import region_times
+from topograd.interfaces.regions import Regions
 from topograd.nn.config import SegmentInterface
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks, join, leave
@@ -139,23 +141,6 @@ def slowest(ranks: Ranks, way: Way, microbatches: int) -> float:
     return seconds.item()
 
 
-def units(ways: dict[str, Way], shape: Shape) -> RegionTimes:
-    """The times of one region in this process alone."""
-    way = ways["scan"]
-    found = measure_units(way.stack, shape.topology, way.batch[0], repeats=21)
-    wholes = [
-        timed(lambda: train_step(way.stack, way.plan, *way.batch), torch.device("cpu"))[0] for _ in range(21)
-    ]
-    rest = max(Spread.of(wholes).median - shape.regions * (found.forward + found.local), 0.0)
-    return RegionTimes(
-        forward=found.forward,
-        backward=found.local,
-        jacobian=found.jacobian,
-        head=rest / 2,
-        extra=rest / 2,
-    )
-
-
 def predicted(
     name: str, ranks: int, microbatches: int, times: RegionTimes, latency: float, cores: int
 ) -> float:
@@ -188,7 +173,8 @@ def main() -> None:
         ways = {name: Way(name, ranks, shape, interface) for name in WAYS}
         for way in ways.values():
             slowest(ranks, way, 2)  # not counted
-        times = units(ways, shape) if ranks.first else None
+        regions = Regions.of(ways["scan"].stack, ways["scan"].plan)
+        times = region_times(regions, *ways["scan"].batch, repeats=21) if ranks.first else None
         ranks.reduce(torch.zeros(1), "waiting for the units")
         for latency in asked.latencies:
             for count in asked.microbatches:

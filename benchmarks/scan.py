@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import clone  # noqa: F401  (for what is not installed)
-from papers.latent_bounded_interfaces.measure import build_model, middle_region, random_tokens, timed
+from papers.latent_bounded_interfaces.measure import build_model, random_tokens
 from papers.latent_bounded_interfaces.parity import difference, taken_gradients
 from papers.latent_bounded_interfaces.shape import Shape
 from tables import ratio_table
@@ -54,6 +54,7 @@ from topograd.exec.forward import run_stage
 from topograd.exec.gradient import BACKWARDS
 from topograd.exec.train_step import train_step
 from topograd.interfaces.jacobian import interface_jacobian, visit
+from topograd.interfaces.region_times import middle_region, timed
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.suffix_scan import Method, suffix_adjoints
 from topograd.limits import DEPTH, REPEATS, check_numbers

@@ -40,13 +40,14 @@ from torch import Tensor, nn
 
 from papers.fit import fit, trajectory
 from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
-from papers.latent_bounded_interfaces.masked_encoder import Encoder, hide
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
 from papers.verdicts import Claim, Interval, above, within
 from topograd.data import Loader, windows
+from topograd.data.masked import hide
 from topograd.interfaces.ablation import silenced
 from topograd.nn.config import Architecture
+from topograd.nn.encoder import Encoder
 from topograd.nn.gpt import GPT
 from topograd.nn.interface_config import parse_interface
 from topograd.nn.preparation import prepare
