@@ -2,8 +2,9 @@
 
 Statement. Six layers dense, the last region of two alone (shallow), and regions 2,2,2 that are joined by
 
-    residual, r       r directions of the hidden state at every position, random or learned; r = width is
-                      the dense model, the positive control that tells "carries little" from "was not learned"
+    residual, r       r directions of the hidden state at every position: random, learned, or the leading
+                      ones of a dense copy's hidden states or adjoints; r = width is the dense model, the
+                      positive control that tells "carries little" from "was not learned"
     segments          causal states of segments, S = 8 and one for every position (S = T)
     published         the authors' own module, which reads the whole sequence
 
@@ -55,6 +56,8 @@ from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.interface_directions import STEPS as DIRECTION_STEPS
+from topograd.training.interface_directions import begin_interfaces
 
 REGIONS = "2,2,2"
 TUNING_SEED = 1000
@@ -104,6 +107,8 @@ CORE = (
 SEGMENTS = (Arm("segments, S = T", "S={T},r={r}"),)
 LEARNED = (
     Arm("residual, learned, r = d/4", "residual:r={d/4},basis=learned"),
+    Arm("residual, hidden, r = d/4", "residual:r={d/4},basis=hidden", tuned_as="dense"),
+    Arm("residual, adjoints, r = d/4", "residual:r={d/4},basis=adjoints", tuned_as="dense"),
     Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
 )
 AUTHORS = (
@@ -258,6 +263,8 @@ def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
         batches = (hide(inputs, config.model.vocab, draw) for inputs, _ in batches)
     if arm.prefixes:
         batches = (_cut(inputs, targets, draw) for inputs, targets in batches)
+    first = Loader(data.train, context, config.batch, config.seed)
+    begin_interfaces(stack, plan, optimizer, first, min(DIRECTION_STEPS, config.steps))
     losses = fit(stack, plan, batches, config.steps, optimizer)
     inputs, targets, _ = windows(data.heldout, data.tokenizer, context, config.eval_bytes)
     if arm.task == "hidden":
@@ -359,10 +366,10 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
     half = "half of the directions carry at least half of depth"
     share("residual, r = d/2, keeps half", half, "residual, r = d/2", 0.5)
     share("residual, r = d/4, keeps some", "a quarter carries depth", "residual, r = d/4", 0.0)
-    if learned := _minus(rows, "residual, learned, r = d/4", "residual, r = d/4"):
-        effect = "CE of residual, r = d/4, minus that with learned directions"
-        gains = [-one for one in learned]
-        claims.append(above("learned directions", "they beat random ones", effect, gains))
+    for how in ("learned", "hidden", "adjoints"):
+        if gains := _minus(rows, "residual, r = d/4", f"residual, {how}, r = d/4"):
+            effect = f"CE of residual, r = d/4, minus that of residual, {how}"
+            claims.append(above(f"directions: {how}", "they beat random ones", effect, gains))
     share("encoder: residual, r = d/2, keeps half", half, "encoder, residual, r = d/2", 0.5)
     some = "the interface beats the last region alone, each byte predicted from those before it"
     for arm in ("published", "published, AdamW", "published, AdamW 6e-4", "published, random prefixes"):

@@ -67,3 +67,13 @@ def test_a_plan_has_the_spans_and_the_best_number_of_ranks() -> None:
     span, carried = found["hybrid"]
     assert span == min(region_span(16, 1, times, n) for n in range(15)) == region_span(16, 1, times, carried)
     assert plan_schedules(1, 2, times, 0.5)["hybrid"] == (pytest.approx(6.2), 0)
+
+
+def test_ranks_without_a_core_wait_for_one() -> None:
+    whole = 4 * (1.0 + 2.1)
+    assert region_span(4, 3, TIMES, None, cores=1) == pytest.approx(3 * whole)
+    assert region_span(4, 1, TIMES, 0, cores=1) == pytest.approx(whole + 2 * 5.0)
+    assert region_span(4, 1, TIMES, 0, cores=2) > region_span(4, 1, TIMES, 0)
+    assert region_span(4, 3, TIMES, 0, cores=4) == region_span(4, 3, TIMES, 0)
+    slow = replace(TIMES, latency=100.0)
+    assert region_span(4, 1, slow, None, cores=1) == pytest.approx(whole + 6 * 100)

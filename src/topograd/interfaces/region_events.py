@@ -1,7 +1,7 @@
 """The span of a step over bounded interfaces on P ranks, event by event, as `parallel/region_scan.py` runs.
 
-Every rank has one region and a core; a step has M micro-batches. A rank runs P - 1 - p of them forward before
-its first backward, then both in turns (1F1B). Behind the forwards, for each micro-batch:
+Every rank has one region and a core, unless there are fewer; a step has M micro-batches. A rank runs
+P - 1 - p of them forward before its first backward, then both in turns (1F1B). Behind the forwards, for each:
 
     scan      ranks 1..P-2 build a Jacobian, the last one runs its backward, whose row g and the others'
               products go to earlier ranks by recursive doubling; then every rank's own backward
@@ -19,7 +19,7 @@ for the receiver; with fewer ranks than regions every rank has as many as the fu
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from topograd.errors import ConfigError
 
 Key = tuple[str, int, int]
 """What is sent, to which rank, of which micro-batch."""
+Events = Generator[Key | float, float, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +47,40 @@ class RegionTimes:
     latency: float = 0.0
 
 
-def region_span(ranks: int, microbatches: int, times: RegionTimes, carried: int | None = 0) -> float:
-    """Seconds until all ranks are done; `carried` None hands everything on, which builds no Jacobian."""
+def region_span(
+    ranks: int, microbatches: int, times: RegionTimes, carried: int | None = 0, cores: int | None = None
+) -> float:
+    """Seconds until all ranks are done; `carried` None hands everything on, which builds no Jacobian.
+
+    With fewer `cores` than ranks, what is ready waits for one, first come first served.
+    """
     last = ranks - 1 - (ranks - 1 if carried is None else carried)
     arrived: dict[Key, float] = {}
-    waiting: deque[tuple[Generator[Key, float, float], Key | None]] = deque(
-        (_rank(p, ranks, microbatches, last, times, arrived), None) for p in range(ranks)
-    )
-    ends = []
-    while waiting:
-        rank, key = waiting.popleft()
-        if key is not None and key not in arrived:
-            waiting.append((rank, key))
-            continue
+    tasks = [_rank(p, ranks, microbatches, last, times, arrived) for p in range(ranks)]
+    ready = [(0.0, p) for p in range(ranks)]
+    free, asleep = [0.0] * (cores or ranks), dict[Key, tuple[float, int]]()
+    begun, end = set[int](), 0.0
+    while ready:
+        now, p = heapq.heappop(ready)
         try:
-            waiting.append((rank, next(rank) if key is None else rank.send(arrived[key])))
-        except StopIteration as done:
-            ends.append(done.value)
-    return max(ends)
+            wanted = tasks[p].send(now if p in begun else None)
+        except StopIteration:
+            end = max(end, now)
+            continue
+        finally:
+            begun.add(p)
+            for key in [key for key in asleep if key in arrived]:
+                since, waiting = asleep.pop(key)
+                heapq.heappush(ready, (max(since, arrived[key]), waiting))
+        if isinstance(wanted, float):
+            done = max(now, heapq.heappop(free)) + wanted
+            heapq.heappush(free, done)
+            heapq.heappush(ready, (done, p))
+        elif wanted in arrived:
+            heapq.heappush(ready, (max(now, arrived[wanted]), p))
+        else:
+            asleep[wanted] = now, p
+    return end
 
 
 def _order(place: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -78,44 +95,37 @@ def _order(place: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int
 
 def _rank(
     p: int, ranks: int, microbatches: int, last: int, t: RegionTimes, arrived: dict[Key, float]
-) -> Generator[Key, float, float]:
-    """One rank: yields what it waits for, is sent when that arrives, and returns when it is done."""
-    now = 0.0
+) -> Events:
+    """One rank: yields what it waits for or the seconds that it computes, and is sent when that is done."""
     for kind, i in _order(p, ranks, microbatches):
         if kind == "F":
             if p > 0:
-                now = max(now, (yield "forward", p, i))
-            now += t.extra + t.forward
+                yield "forward", p, i
+            now = yield t.extra + t.forward
             arrived["forward", p + 1, i] = now + t.wire + t.latency
             continue
         if p >= last:  # hands on, or begins the scan
             if p < ranks - 1:
-                now = max(now, (yield "row", p, i))
-            now += t.backward + (t.head if p == ranks - 1 else 0.0)
+                yield "row", p, i
+            now = yield t.backward + (t.head if p == ranks - 1 else 0.0)
             name = "row" if p > last else "first"
             arrived[name, p - 1, i] = now + t.wire + t.latency
             continue
-        if p > 0:
-            now += t.jacobian
-        now = yield from _doubled(p, i, last, t, arrived, now)
-        now += t.backward
-    return now
+        yield from _doubled(p, i, last, t, arrived, (yield t.jacobian if p > 0 else 0.0))
+        yield t.backward
 
 
-def _doubled(
-    p: int, i: int, last: int, t: RegionTimes, arrived: dict[Key, float], now: float
-) -> Generator[Key, float, float]:
-    """The exchange of products, as `RegionScan._doubled`; returns when this rank knows its row."""
+def _doubled(p: int, i: int, last: int, t: RegionTimes, arrived: dict[Key, float], now: float) -> Events:
+    """The exchange of products, as `RegionScan._doubled`; ends when this rank knows its row."""
     arrived["first", p - 1, i] = now + t.product + t.latency
-    now = max(now, (yield "first", p, i))
+    now = yield "first", p, i
     reach = 1
     while reach < last:
         size = t.wire if p + reach >= last else t.product
         arrived[f"by {reach}", p - reach, i] = now + size + t.latency
         if p + reach < last:
-            now = max(now, (yield f"by {reach}", p, i))
+            now = yield f"by {reach}", p, i
         reach *= 2
-    return now
 
 
 def plan_schedules(

@@ -13,7 +13,7 @@ that a slow moment of the machine hits them all; the first round is not counted.
 
 Shapes: messages (B, states, r). Cost: about repeats + 1 Jacobians, and `region_times` as many whole steps.
 Source: the units of `region_events.py`. Limits: the first and the last region are taken to cost as much as an
-inner one; what a whole step takes beyond these and the embedding is the head's.
+inner one; what a whole step takes beyond these, the canvas and the head is every region's alike.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.exec.train_step import train_step
@@ -44,24 +45,31 @@ def region_times(
     Two regions have no inner one, and no schedule of theirs builds a Jacobian: a half of a step is one's.
     """
     stack, device = regions.stack, inputs.device
+    last = regions.plan.stages[-1].head
 
     def canvas() -> None:
         stack.layer_context(x0 := stack.embed(inputs), inputs)
         x0.sum().backward()
 
+    def readout() -> None:
+        logits = stack.readout(stack.embed(inputs), last)
+        F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten()).backward()
+
     def step() -> None:
         train_step(stack, regions.plan, inputs, targets)
 
-    extra, whole = (
-        statistics.median(timed(part, device)[0] for _ in range(repeats + 1)) for part in (canvas, step)
+    extra, head, whole = (
+        statistics.median(timed(part, device)[0] for _ in range(repeats + 1))
+        for part in (canvas, readout, step)
     )
+    head = max(head - extra, 0.0)
     stack.zero_grad(set_to_none=True)
     if regions.count < 3:
-        third = (whole - extra) / (3 * regions.count)
-        return RegionTimes(forward=third, backward=2 * third, jacobian=0.0, extra=extra)
+        third = (whole - extra - head) / (3 * regions.count)
+        return RegionTimes(forward=third, backward=2 * third, jacobian=0.0, head=head, extra=extra)
     forward, _, local, built = region_seconds(regions, inputs, jacobian, repeats)
-    head = max(whole - extra - regions.count * (forward + local), 0.0)
-    return RegionTimes(forward=forward, backward=local, jacobian=built, head=head, extra=extra)
+    beside = max(whole - extra - head - regions.count * (forward + local), 0.0) / regions.count
+    return RegionTimes(forward=forward, backward=local, jacobian=built, head=head, extra=extra + beside)
 
 
 def region_seconds(
