@@ -98,12 +98,12 @@ def test_directions_are_any_where_there_are_too_few_rows() -> None:
     torch.testing.assert_close(U[:, 0].abs(), torch.tensor([0.0, 1.0, 0.0]))
 
 
-def test_a_run_begins_with_them_and_keeps_them(tiny: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_begins_with_them_and_keeps_them(config: TrainConfig, tmp_path: Path) -> None:
     found = []
     for steps in (1, 3):
         folder = tmp_path / str(steps)
-        topology = replace(tiny.topology, interface="residual:r=4,basis=hidden", backward="scan")
-        start(replace(tiny, topology=topology, steps=steps), folder).train()
+        topology = replace(config.topology, interface="residual:r=4,basis=hidden", backward="scan")
+        start(replace(config, topology=topology, steps=steps), folder).train()
         found.append(bases(open_session(folder).stack)[0])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     torch.testing.assert_close(found[0].T @ found[0], torch.eye(4), rtol=1e-5, atol=1e-5)
