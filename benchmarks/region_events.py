@@ -1,129 +1,24 @@
-"""The span of a step over bounded interfaces on P ranks, event by event, as `parallel/region_scan.py` runs.
-
-Every rank has one region and a core; a step has M micro-batches. A rank runs P - 1 - p of them forward before
-its first backward, then both in turns (1F1B). Behind the forwards, for each micro-batch:
-
-    scan      ranks 1..P-2 build a Jacobian, the last one runs its backward, whose row g and the others'
-              products go to earlier ranks by recursive doubling; then every rank's own backward
-    hybrid    the last `carried` inner ranks hand the row on by their own backwards; the scan is of the others
-    handed    all do: a backprop pipeline whose messages are the interfaces'
-
-Times in seconds, sizes as seconds on a link: `wire` of a message or a row, `product` of a matrix. A message
-arrives `latency` after it has left. Law: with f a forward, J = r c f and b = 2.1 f, a scan is shorter than a
-pipeline iff M r c < 2.1 (P - 1), where latency counts for nothing.
+"""Where a scan over ranks is shorter than handing the adjoint on, by the event model of the package.
 
     python benchmarks/region_events.py [--rows 5.28]
 
 prints the spans of scan and hybrid (with the best `carried`) over that of handing on, by ranks, micro-batches
-and latency, with f = 20 ms, b = 42 ms and J = `rows` f (r = 8 by hand is 5.28), beside what the law says.
-
-Cost: O(P M log P). Limits: links carry all that is sent at once; a sender does not wait for the receiver.
+and latency, with f = 20 ms, b = 42 ms and J = `rows` f (r = 8 by hand is 5.28), beside what the law
+M r c < 2.1 (P - 1) says (`topograd/interfaces/region_events.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 
-Key = tuple[str, int, int]
-"""What is sent, to which rank, of which micro-batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegionTimes:
-    """Seconds of one region on one micro-batch."""
-
-    forward: float
-    backward: float
-    jacobian: float
-    head: float = 0.0
-    """The loss and its backward, on the last rank."""
-    extra: float = 0.0
-    """Embedding and bookkeeping of a micro-batch, on every rank."""
-    wire: float = 0.0
-    product: float = 0.0
-    latency: float = 0.0
-
-
-def region_span(ranks: int, microbatches: int, times: RegionTimes, carried: int | None = 0) -> float:
-    """Seconds until all ranks are done; `carried` None hands everything on, which builds no Jacobian."""
-    last = ranks - 1 - (ranks - 1 if carried is None else carried)
-    arrived: dict[Key, float] = {}
-    waiting: deque[tuple[Generator[Key, float, float], Key | None]] = deque(
-        (_rank(p, ranks, microbatches, last, times, arrived), None) for p in range(ranks)
-    )
-    ends = []
-    while waiting:
-        rank, key = waiting.popleft()
-        if key is not None and key not in arrived:
-            waiting.append((rank, key))
-            continue
-        try:
-            waiting.append((rank, next(rank) if key is None else rank.send(arrived[key])))
-        except StopIteration as done:
-            ends.append(done.value)
-    return max(ends)
-
-
-def _order(place: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    ahead = ranks - 1 - place
-    for i in range(microbatches):
-        yield "F", i
-        if i >= ahead:
-            yield "B", i - ahead
-    for i in range(max(microbatches - ahead, 0), microbatches):
-        yield "B", i
-
-
-def _rank(
-    p: int, ranks: int, microbatches: int, last: int, t: RegionTimes, arrived: dict[Key, float]
-) -> Generator[Key, float, float]:
-    """One rank: yields what it waits for, is sent when that arrives, and returns when it is done."""
-    now = 0.0
-    for kind, i in _order(p, ranks, microbatches):
-        if kind == "F":
-            if p > 0:
-                now = max(now, (yield "forward", p, i))
-            now += t.extra + t.forward
-            arrived["forward", p + 1, i] = now + t.wire + t.latency
-            continue
-        if p >= last:  # hands on, or begins the scan
-            if p < ranks - 1:
-                now = max(now, (yield "row", p, i))
-            now += t.backward + (t.head if p == ranks - 1 else 0.0)
-            name = "row" if p > last else "first"
-            arrived[name, p - 1, i] = now + t.wire + t.latency
-            continue
-        if p > 0:
-            now += t.jacobian
-        now = yield from _doubled(p, i, last, t, arrived, now)
-        now += t.backward
-    return now
-
-
-def _doubled(
-    p: int, i: int, last: int, t: RegionTimes, arrived: dict[Key, float], now: float
-) -> Generator[Key, float, float]:
-    """The exchange of products, as `RegionScan._doubled`; returns when this rank knows its row."""
-    arrived["first", p - 1, i] = now + t.product + t.latency
-    now = max(now, (yield "first", p, i))
-    reach = 1
-    while reach < last:
-        size = t.wire if p + reach >= last else t.product
-        arrived[f"by {reach}", p - reach, i] = now + size + t.latency
-        if p + reach < last:
-            now = max(now, (yield f"by {reach}", p, i))
-        reach *= 2
-    return now
+import clone  # noqa: F401  (for what is not installed)
+from topograd.interfaces.region_events import RegionTimes, plan_schedules
 
 
 def ratios(ranks: int, microbatches: int, times: RegionTimes) -> tuple[float, float]:
     """The spans of the scan and of the best hybrid over that of handing on."""
-    handed = region_span(ranks, microbatches, times, None)
-    spans = [region_span(ranks, microbatches, times, carried) for carried in range(ranks - 1)]
-    return spans[0] / handed, min(spans) / handed
+    spans = {name: span for name, (span, _) in plan_schedules(ranks, microbatches, times, 0.0).items()}
+    return spans["scan"] / spans["handed"], spans["hybrid"] / spans["handed"]
 
 
 def main() -> None:

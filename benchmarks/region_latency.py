@@ -5,7 +5,7 @@
 One region of one layer a rank. The links are those of one machine with a delay in user space: a sender writes
 when a message left into a file that all ranks map, and the receiver sleeps until that time and the latency
 have passed. Ranks that sleep or wait need no core, so many ranks on few cores show what latency does; what
-computing at once on few cores does is in no prediction but by `busy / cores`.
+computing at once on few cores does is predicted by cores that are given first come first served.
 
 For each latency and number of micro-batches all ways take turns; printed are the median seconds until the
 slowest rank is done, the prediction of `region_events.py` from the times of one region alone, and their
@@ -20,6 +20,7 @@ import os
 import tempfile
 import time
 from collections import deque
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ import torch
 import torch.distributed as dist
 
 import clone  # noqa: F401  (for what is not installed)
-from papers.latent_bounded_interfaces.measure import build_model, measure_units, random_tokens, timed
+from papers.latent_bounded_interfaces.measure import build_model, random_tokens
 from papers.latent_bounded_interfaces.shape import Shape
-from region_events import RegionTimes, region_span
 from topograd.exec.gradient import Autograd, GradientEngine
-from topograd.exec.train_step import OpenStep, start_step, train_step
+from topograd.exec.train_step import OpenStep, start_step
+from topograd.interfaces.region_events import RegionTimes, region_span
+from topograd.interfaces.region_times import region_times
+from topograd.interfaces.regions import Regions
 from topograd.nn.config import SegmentInterface
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks, join, leave
@@ -139,33 +142,26 @@ def slowest(ranks: Ranks, way: Way, microbatches: int) -> float:
     return seconds.item()
 
 
-def units(ways: dict[str, Way], shape: Shape) -> RegionTimes:
-    """The times of one region in this process alone."""
-    way = ways["scan"]
-    found = measure_units(way.stack, shape.topology, way.batch[0], repeats=21)
-    wholes = [
-        timed(lambda: train_step(way.stack, way.plan, *way.batch), torch.device("cpu"))[0] for _ in range(21)
-    ]
-    rest = max(Spread.of(wholes).median - shape.regions * (found.forward + found.local), 0.0)
-    return RegionTimes(
-        forward=found.forward,
-        backward=found.local,
-        jacobian=found.jacobian,
-        head=rest / 2,
-        extra=rest / 2,
-    )
-
-
 def predicted(
     name: str, ranks: int, microbatches: int, times: RegionTimes, latency: float, cores: int
 ) -> float:
-    """The span of the event model, or all the work shared out over the cores, if that is more."""
-    here = RegionTimes(**{**vars(times), "latency": latency})
+    """The span of the event model, with the cores of this machine shared by all ranks."""
     inner = ranks - 2
     carried = {"dense": None, "handed": None, "scan": 0, "hybrid": -(-inner // 2)}[name]
-    built = 0 if carried is None else inner - carried
-    work = ranks * (times.extra + times.forward + times.backward) + times.head + built * times.jacobian
-    return max(region_span(ranks, microbatches, here, carried), microbatches * work / cores)
+    return region_span(ranks, microbatches, replace(times, latency=latency), carried, cores)
+
+
+def message_seconds(ranks: Ranks, numbers: int, rounds: int = 50) -> float:
+    """Half of the time that a message takes to the next rank and back, without a delay."""
+    room, began = torch.zeros(numbers), time.perf_counter()
+    for _ in range(rounds):
+        if ranks.rank == 0:
+            dist.send(room, 1)
+            dist.recv(room, 1)
+        elif ranks.rank == 1:
+            dist.recv(room, 0)
+            dist.send(room, 0)
+    return (time.perf_counter() - began) / (2 * rounds)
 
 
 def main() -> None:
@@ -188,8 +184,11 @@ def main() -> None:
         ways = {name: Way(name, ranks, shape, interface) for name in WAYS}
         for way in ways.values():
             slowest(ranks, way, 2)  # not counted
-        times = units(ways, shape) if ranks.first else None
+        regions = Regions.of(ways["scan"].stack, ways["scan"].plan)
+        times = region_times(regions, *ways["scan"].batch, repeats=21) if ranks.first else None
         ranks.reduce(torch.zeros(1), "waiting for the units")
+        wire = message_seconds(ranks, shape.batch * asked.rank)
+        times = None if times is None else replace(times, wire=wire, product=wire)
         for latency in asked.latencies:
             for count in asked.microbatches:
                 links.latency = latency / 1000

@@ -1,6 +1,6 @@
 """How long steps, Jacobians and scans of bounded interfaces take, against the dense model.
 
-    python benchmarks/scan.py [--width 256] [--regions 6] [--repeats 5] [--json]
+    python benchmarks/scan.py [--width 256] [--regions 6] [--repeats 5] [--architecture mamba2] [--json]
 
 Everything is measured in one process. In each round every row runs once, in an order that rotates; a ratio is
 taken within its round, and the row shows its median and quartiles (`timing.py`). Four questions:
@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import clone  # noqa: F401  (for what is not installed)
-from papers.latent_bounded_interfaces.measure import build_model, middle_region, random_tokens, timed
+from papers.latent_bounded_interfaces.measure import build_model, random_tokens
 from papers.latent_bounded_interfaces.parity import difference, taken_gradients
 from papers.latent_bounded_interfaces.shape import Shape
 from tables import ratio_table
@@ -54,11 +54,12 @@ from topograd.exec.forward import run_stage
 from topograd.exec.gradient import BACKWARDS
 from topograd.exec.train_step import train_step
 from topograd.interfaces.jacobian import interface_jacobian, visit
+from topograd.interfaces.region_times import middle_region, timed
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.suffix_scan import Method, suffix_adjoints
 from topograd.limits import DEPTH, REPEATS, check_numbers
 from topograd.memory import peak_step_bytes
-from topograd.nn.config import SegmentInterface
+from topograd.nn.config import Architecture, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.runs.topology_config import Backward, Jacobian
 from topograd.timing import Spread, ratio, read_in_turns, take_turns
@@ -66,6 +67,7 @@ from topograd.topology.dag import Topology
 
 LEAN_GOAL, SCAN_GOAL, TRIMMED_GOAL = 0.75, 4.4, 0.5
 WAYS: tuple[Jacobian, ...] = ("loop", "batched", "pullback")
+"""Of Jacobians; what is no GPT's block has none by hand."""
 DENSE = "dense, autograd"
 SCAN_CALLS = 10
 """Calls of a scan that are timed as one."""
@@ -89,6 +91,8 @@ class Settings(Shape):
     """K of the scans alone, whose width is `rank`."""
     repeats: int = 5
     """Rounds; in each everything is measured once."""
+    architecture: Architecture = "transformer"
+    """What the layers are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +102,10 @@ class Settings(Shape):
                 raise ConfigError(f"scan_maps is {maps}; it must lie in 1..{DEPTH[1]}")
         for interface in (self.lean, self.causal, self.published):
             self.check_size(interface)
+
+    @property
+    def ways(self) -> tuple[Jacobian, ...]:
+        return WAYS if self.architecture == "transformer" else WAYS[:-1]
 
     @property
     def lean(self) -> SegmentInterface:
@@ -132,7 +140,7 @@ def bench_scan(settings: Settings) -> dict[str, Any]:
     steps = _steps(settings)
     cumulative = replace(settings.causal, pool="cumulative")
     wanted = {*(step.interface for step in steps), cumulative}
-    models = {interface: build_model(settings, interface) for interface in wanted}
+    models = {interface: _build(settings, interface) for interface in wanted}
     agreement = _agreement(settings, steps, models)
     jacobians, trimming = _jacobians(settings, models, (settings.published, settings.causal, cumulative))
     return {
@@ -146,6 +154,10 @@ def bench_scan(settings: Settings) -> dict[str, Any]:
         "memory": _memory(settings, steps, models),
         "agreement": agreement,
     }
+
+
+def _build(settings: Settings, interface: SegmentInterface | None = None) -> GPT:
+    return build_model(settings, interface, settings.architecture)
 
 
 def named(interface: SegmentInterface) -> str:
@@ -168,9 +180,10 @@ def row(name: str, spread: Spread, goal: float | None = None) -> dict[str, Any]:
 def _steps(settings: Settings) -> list[Step]:
     """What is compared with the dense step."""
     published = [
-        Step(settings.published, "scan", way, SCAN_GOAL if way == "pullback" else None) for way in WAYS
+        Step(settings.published, "scan", way, SCAN_GOAL if way == "pullback" else None)
+        for way in settings.ways
     ]
-    causal = [Step(settings.causal, "scan", way) for way in WAYS if way != "batched"]
+    causal = [Step(settings.causal, "scan", way) for way in settings.ways if way != "batched"]
     return [Step(settings.lean, goal=LEAN_GOAL), Step(settings.published), *published, *causal]
 
 
@@ -183,7 +196,7 @@ def _run(settings: Settings, step: Step, models: Models) -> None:
 
 def _step_rows(settings: Settings, steps: list[Step], models: Models) -> list[dict[str, Any]]:
     inputs, targets = random_tokens(settings)
-    dense, whole = build_model(settings), Topology.chain(str(settings.regions * settings.region_layers))
+    dense, whole = _build(settings), Topology.chain(str(settings.regions * settings.region_layers))
     base: Callable[[], object] = partial(train_step, dense, whole, inputs, targets)
     rows = []
     for step in steps:
@@ -197,7 +210,7 @@ def _step_rows(settings: Settings, steps: list[Step], models: Models) -> list[di
 def _lean_multiply_adds(settings: Settings, lean: GPT) -> float:
     """Multiply-adds of the lean step over the dense one's, forward and backward."""
     inputs, targets = random_tokens(settings)
-    dense, whole = build_model(settings), Topology.chain(str(settings.regions * settings.region_layers))
+    dense, whole = _build(settings), Topology.chain(str(settings.regions * settings.region_layers))
     counts = []
     for stack, topology in ((lean, settings.topology), (dense, whole)):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -210,7 +223,7 @@ def _lean_multiply_adds(settings: Settings, lean: GPT) -> float:
 def _memory(settings: Settings, steps: list[Step], models: Models) -> dict[str, float]:
     """The most that a step holds beside parameters and gradients, over the dense step's, by name."""
     inputs, targets = random_tokens(settings)
-    dense, whole = build_model(settings), Topology.chain(str(settings.regions * settings.region_layers))
+    dense, whole = _build(settings), Topology.chain(str(settings.regions * settings.region_layers))
     base = peak_step_bytes(lambda: train_step(dense, whole, inputs, targets), list(dense.parameters()))
     found = {}
     for step in steps:
@@ -248,7 +261,7 @@ def _jacobians(
         stack, rows = models[interface], f"{named(interface)}, every row"
         if interface.causal:
             clocks[rows] = _every_row_clock(settings, stack)
-        for way in WAYS:
+        for way in settings.ways:
             name = f"{named(interface)}, {way}"
             clocks[name] = _jacobian_clock(settings, stack, way, trimmed=True)
             if interface.causal:
@@ -267,7 +280,7 @@ def _jacobians(
 
 def _dense_forward(settings: Settings) -> Callable[[], float]:
     """F: the layers of one region at every position, with their graph."""
-    stack, (inputs, _) = build_model(settings), random_tokens(settings)
+    stack, (inputs, _) = _build(settings), random_tokens(settings)
     middle = settings.topology.stages[settings.regions // 2]
     x0 = stack.embed(inputs).detach().requires_grad_()
     ctx = stack.layer_context(x0, inputs)

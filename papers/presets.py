@@ -107,7 +107,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     },
     "interface-verdict": {
         "tiny": Size(0.1, 2, 8, 1),
-        "small": Size(15, 1600, 48, 3),
+        "small": Size(30, 1600, 48, 3),
         "long": Size(70, 1600, 48, 5),
     },
     "forward-sweeps": {"tiny": Size(0.1, 2, 8, 1), "small": Size(8, 400, 48, 3)},

@@ -2,7 +2,8 @@
 
 Statement. Six layers dense, the last region of two alone (shallow), and regions 2,2,2 that are joined by
 
-    residual, r       r directions of the hidden state at every position; r = width is the dense model, the
+    residual, r       r directions of the hidden state at every position: random, learned, or the leading
+                      ones of a dense copy's hidden states or adjoints; r = width is the dense model, the
                       positive control that tells "carries little" from "was not learned"
     segments          causal states of segments, S = 8 and one for every position (S = T)
     published         the authors' own module, which reads the whole sequence
@@ -17,8 +18,9 @@ positions too (`late`), where a pool over a prefix is most like the pools of tra
 trained on prefixes of random lengths, for which no prefix is strange.
 
 Recipes. `ours` is Muon and AdamW as `train` has them; `AdamW` is one AdamW for everything, at 6e-4 with
-gradients of norm 1 at most, as published. Tuned: the rates of each arm are the best of a grid on a seed that
-is not judged, after a quarter of the steps; arms with the same parameters share them (`Arm.tuned_as`).
+gradients of norm 1 at most, as published. Tuned: the rates of each arm are found one after the other on a
+seed that is not judged, after a quarter of the steps: a rate is moved until both of its neighbours are worse,
+so that none lies at the end of a grid. Arms with the same parameters share them (`Arm.tuned_as`).
 `published, AdamW 6e-4` is not tuned: that is the paper's own.
 
 The claims are in `_claims` and were set before the first run. Source: "LBI: Parallel Scan Backpropagation via
@@ -29,7 +31,7 @@ megabyte of text, 1600 steps; the paper has 60M to 90M parameters and 20M tokens
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -39,13 +41,14 @@ from torch import Tensor, nn
 
 from papers.fit import fit, trajectory
 from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
-from papers.latent_bounded_interfaces.masked_encoder import Encoder, hide
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
 from papers.verdicts import Claim, Interval, above, within
 from topograd.data import Loader, windows
+from topograd.data.masked import hide
 from topograd.interfaces.ablation import silenced
 from topograd.nn.config import Architecture
+from topograd.nn.encoder import Encoder
 from topograd.nn.gpt import GPT
 from topograd.nn.interface_config import parse_interface
 from topograd.nn.preparation import prepare
@@ -53,6 +56,8 @@ from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.interface_directions import STEPS as DIRECTION_STEPS
+from topograd.training.interface_directions import begin_interfaces
 
 REGIONS = "2,2,2"
 TUNING_SEED = 1000
@@ -100,10 +105,17 @@ CORE = (
     Arm("published", "published:r={r}"),
 )
 SEGMENTS = (Arm("segments, S = T", "S={T},r={r}"),)
+LEARNED = (
+    Arm("residual, learned, r = d/4", "residual:r={d/4},basis=learned"),
+    Arm("residual, hidden, r = d/4", "residual:r={d/4},basis=hidden", tuned_as="dense"),
+    Arm("residual, adjoints, r = d/4", "residual:r={d/4},basis=adjoints", tuned_as="dense"),
+    Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
+)
 AUTHORS = (
     Arm("dense, AdamW", recipe="AdamW"),
-    Arm("shallow, AdamW", shallow=True, recipe="AdamW", tuned_as="dense, AdamW"),
-    Arm("published, AdamW", "published:r={r}", recipe="AdamW", tuned_as="dense, AdamW"),
+    Arm("shallow, AdamW", shallow=True, recipe="AdamW"),
+    Arm("published, AdamW", "published:r={r}", recipe="AdamW"),
+    Arm("published, AdamW 6e-4", "published:r={r}", recipe="AdamW", tuned=False),
 )
 ENCODERS = (
     Arm("encoder, dense", task="hidden", tuned_as="dense"),
@@ -111,12 +123,8 @@ ENCODERS = (
     Arm("encoder, published", "published:r={r}", task="hidden", tuned_as="published"),
     Arm("encoder, residual, r = d/2", "residual:r={d/2}", task="hidden", tuned_as="dense"),
 )
-ONCE = (
-    Arm("residual, r = d", "residual:r={d}", tuned_as="dense"),
-    Arm("published, AdamW 6e-4", "published:r={r}", recipe="AdamW", tuned=False),
-    Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
-)
-"""With one seed: the positive control, which tests pin to rounding, and two variants of the published."""
+ONCE = (Arm("residual, r = d", "residual:r={d}", tuned_as="dense"),)
+"""With one seed: the positive control, which tests pin to rounding."""
 HYBRIDS = (
     Arm("hybrid, dense", architecture="hybrid", tuned_as="dense"),
     Arm("hybrid, shallow", shallow=True, architecture="hybrid", tuned_as="shallow"),
@@ -124,7 +132,7 @@ HYBRIDS = (
 )
 """Of the preset long. The last two layers of six of a hybrid are Mamba-3: the shallow control is these, not
 the first two."""
-ARMS = {arm.name: arm for arm in (*CORE, *SEGMENTS, *AUTHORS, *ENCODERS, *ONCE, *HYBRIDS)}
+ARMS = {arm.name: arm for arm in (*CORE, *LEARNED, *AUTHORS, *ENCODERS, *SEGMENTS, *HYBRIDS, *ONCE)}
 
 
 def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
@@ -132,10 +140,9 @@ def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
     if preset == "tiny":
         chosen = [ARMS[name] for name in ("dense", "shallow", "residual, r = d", "published")]
         return [(arm, seed) for seed in range(seeds) for arm in chosen]
-    parts: list[tuple[tuple[Arm, ...], int]] = [(CORE, seeds)]
+    parts = [(CORE, seeds), ((*LEARNED, *AUTHORS), seeds), (ENCODERS, seeds)]
     if preset == "long":
-        more = (AUTHORS, ENCODERS, SEGMENTS, HYBRIDS)
-        parts += [*((arms, seeds) for arms in more), (ONCE, 1)]
+        parts += [(SEGMENTS, seeds), (HYBRIDS, seeds), (ONCE, 1)]
     return [(arm, seed) for arms, count in parts for seed in range(count) for arm in arms]
 
 
@@ -166,12 +173,29 @@ def _config(args: Asked, seed: int) -> TrainConfig:
     return bytes_config(args, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
 
 
-def grid(arm: Arm) -> list[OptimizerConfig]:
-    """The rates that an arm may choose from; only arms that learn relays have rates for them."""
+def first_rates(arm: Arm) -> OptimizerConfig:
+    """Where the search for an arm's rates begins; those of an arm that is not tuned."""
     if arm.recipe == "AdamW":
-        return [_adamw(ADAMW_RATE * scale) for scale in ((1, 3, 10) if arm.tuned else (1,))]
-    relays = (1e-3, 1e-2) if arm.interface and not arm.interface.startswith("residual") else (1e-3,)
-    return [OptimizerConfig(lr_matrix=rate, lr_relay=relay) for rate in (0.01, 0.02) for relay in relays]
+        return _adamw(ADAMW_RATE * (3 if arm.tuned else 1))
+    return OptimizerConfig(lr_matrix=0.02, lr_relay=0.01 if _learns_relays(arm) else 0.001)
+
+
+def _learns_relays(arm: Arm) -> bool:
+    words = arm.interface or "residual"
+    return not words.startswith("residual") or "learned" in words
+
+
+def _moves(arm: Arm) -> list[tuple[str, float]]:
+    """The rates that an arm may choose and by how much one is moved; AdamW has one rate for everything."""
+    if arm.recipe == "AdamW":
+        return [("all", 3)]
+    return [*([("lr_relay", 3.0)] if _learns_relays(arm) else []), ("lr_matrix", 2)]
+
+
+def _moved(rates: OptimizerConfig, which: str, factor: float) -> OptimizerConfig:
+    if which == "all":
+        return _adamw(float(f"{rates.lr_matrix * factor:.3g}"))
+    return replace(rates, **{which: float(f"{getattr(rates, which) * factor:.3g}")})
 
 
 def _adamw(rate: float) -> OptimizerConfig:
@@ -189,18 +213,37 @@ def _adamw(rate: float) -> OptimizerConfig:
 
 
 def tuned(args: Asked, arm: Arm) -> OptimizerConfig:
-    """The best of an arm's grid after a quarter of the steps, on a seed that is not judged."""
+    """The rates whose neighbours are worse after a quarter of the steps, on a seed that is not judged."""
     if arm.tuned_as is not None:
         return tuned(args, ARMS[arm.tuned_as])
-    choices = grid(arm)
-    if len(choices) == 1 or args.preset == "tiny":
-        return choices[0]
+    best = first_rates(arm)
+    if not arm.tuned or args.preset == "tiny":
+        return best
     config = replace(_config(args, TUNING_SEED), steps=args.steps // 4)
-    losses = []
-    for i, optimizer in enumerate(choices):
-        make = partial(measure, arm, config, optimizer)
-        losses.append(args.kept.row({"arm": arm.name, "tuning": i}, make)[_judged(arm)])
-    return choices[losses.index(min(losses))]
+
+    def loss(rates: OptimizerConfig) -> float:
+        key = {"arm": arm.name, "tuning": [rates.lr_matrix, rates.lr_relay]}
+        return float(args.kept.row(key, partial(measure, arm, config, rates))[_judged(arm)])
+
+    for which, factor in _moves(arm):
+        best = climb(best, loss, partial(_moved, which=which), factor)
+    return best
+
+
+def climb(
+    best: OptimizerConfig,
+    loss: Callable[[OptimizerConfig], float],
+    moved: Callable[..., OptimizerConfig],
+    factor: float,
+) -> OptimizerConfig:
+    """Rates that are better than both neighbours: up as long as that helps, else down."""
+    start = best
+    for step in (factor, 1 / factor):
+        while loss(near := moved(best, factor=step)) < loss(best):
+            best = near
+        if best != start:
+            break
+    return best
 
 
 def _judged(arm: Arm) -> str:
@@ -220,6 +263,8 @@ def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
         batches = (hide(inputs, config.model.vocab, draw) for inputs, _ in batches)
     if arm.prefixes:
         batches = (_cut(inputs, targets, draw) for inputs, targets in batches)
+    first = Loader(data.train, context, config.batch, config.seed)
+    begin_interfaces(stack, plan, optimizer, first, min(DIRECTION_STEPS, config.steps))
     losses = fit(stack, plan, batches, config.steps, optimizer)
     inputs, targets, _ = windows(data.heldout, data.tokenizer, context, config.eval_bytes)
     if arm.task == "hidden":
@@ -321,6 +366,10 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
     half = "half of the directions carry at least half of depth"
     share("residual, r = d/2, keeps half", half, "residual, r = d/2", 0.5)
     share("residual, r = d/4, keeps some", "a quarter carries depth", "residual, r = d/4", 0.0)
+    for how in ("learned", "hidden", "adjoints"):
+        if gains := _minus(rows, "residual, r = d/4", f"residual, {how}, r = d/4"):
+            effect = f"CE of residual, r = d/4, minus that of residual, {how}"
+            claims.append(above(f"directions: {how}", "they beat random ones", effect, gains))
     share("encoder: residual, r = d/2, keeps half", half, "encoder, residual, r = d/2", 0.5)
     some = "the interface beats the last region alone, each byte predicted from those before it"
     for arm in ("published", "published, AdamW", "published, AdamW 6e-4", "published, random prefixes"):

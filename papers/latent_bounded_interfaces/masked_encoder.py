@@ -40,22 +40,20 @@ from papers.latent_bounded_interfaces.interfaces import position_losses
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
 from papers.verdicts import Claim, above
-from topograd.data import IGNORED, Loader, windows
+from topograd.data import Loader, windows
+from topograd.data.masked import HIDDEN, hide
 from topograd.exec.gradient import Autograd
 from topograd.exec.train_step import train_step
 from topograd.interfaces.ablation import silenced
 from topograd.interfaces.engines import Scan
 from topograd.nn.config import GPTConfig
-from topograd.nn.gpt import GPT
+from topograd.nn.encoder import Encoder
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import LayerContext
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
-HIDDEN = 0.15
-"""The share of the bytes that is hidden."""
 WHOLE = "S=1,r={},pool=mean,causal=false"
 MODELS = (
     Model("dense"),
@@ -65,23 +63,6 @@ MODELS = (
     Model("own position, r = 16", kind="own", interface="S=2,r=16,pool=tail"),
 )
 JOINED = tuple(model.name for model in MODELS if model.kind is not None)
-
-
-class Encoder(GPT):
-    """A GPT whose attention sees all positions."""
-
-    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
-        ctx = super().layer_context(x0, inputs, offset)
-        time = x0.shape[1]
-        everywhere = torch.ones(time, time, dtype=torch.bool, device=x0.device)
-        return replace(ctx, mask=everywhere)
-
-
-def hide(inputs: Tensor, token: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs with a share of `HIDDEN` replaced by `token`, and what stood there; at least one in a row."""
-    drawn = torch.rand(inputs.shape, generator=generator)
-    hidden = (drawn < HIDDEN) | (drawn == drawn.min(dim=1, keepdim=True).values)
-    return inputs.masked_fill(hidden, token), inputs.masked_fill(~hidden, IGNORED)
 
 
 def run(args: Asked) -> Result:

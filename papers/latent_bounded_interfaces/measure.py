@@ -1,17 +1,8 @@
 """The times of one region on this machine, and the backward that they call for.
 
-Statement. For an inner region k (one with an interface on both sides; the middle one is taken), with the
-message that reaches it in a real forward,
-
-    forward     m_{k+1} = R_k(m_k), with its graph, at the positions that somebody reads
-    vjp         J_kᵀ v for one v
-    local       the same, and the gradients of the region's parameters and of the canvas
-    jacobian    J_k
-
-in seconds, medians over rounds. Each round builds the region anew and times all four one after the other, so
-that a slow moment of the machine hits them all; the first round is not counted. `choose_engine`
-turns these into the backward with the shortest span. On one device that is always autograd: all the work is
-done there either way, and the scan adds Jacobians to it. The `reason` says so, with the factor.
+`choose_engine` turns the times of the middle region (`topograd/interfaces/region_times.py`) into the backward
+with the shortest span. On one device that is always autograd: all the work is done there either way, and the
+scan adds Jacobians to it. The `reason` says so, with the factor.
 
 Shapes: messages (B, states, r). Cost: about repeats + 1 Jacobians.
 Source: the units of `timeline.py`. Limits: the first and the last region are taken to cost
@@ -20,11 +11,6 @@ as much as an inner one, though the last one also has the head, and runs where a
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from time import perf_counter
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
@@ -32,16 +18,14 @@ from papers.latent_bounded_interfaces.planner import EngineChoice, choose_engine
 from papers.latent_bounded_interfaces.shape import SPREAD, Shape
 from papers.latent_bounded_interfaces.timeline import Units
 from topograd.errors import ConfigError, TopologyError
-from topograd.interfaces.jacobian import interface_jacobian, visit
+from topograd.interfaces.region_times import region_seconds
 from topograd.interfaces.regions import Regions
 from topograd.nn.config import Architecture, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.nn.stack import LayerContext, Stack
+from topograd.nn.stack import Stack
 from topograd.runs.topology_config import Jacobian
 from topograd.topology.dag import Topology
-
-T = TypeVar("T")
 
 
 def build_model(
@@ -80,19 +64,8 @@ def measure_units(
         )
     if repeats < 1:
         raise ConfigError(setting="repeats", given=repeats, allowed="at least 1")
-    middle, message, ctx = middle_region(regions, inputs)
-    rounds = [_round(regions, middle, message, ctx, jacobian) for _ in range(repeats + 1)][1:]
-    forward, vjp, local, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
+    forward, vjp, local, whole = region_seconds(regions, inputs, jacobian, repeats)
     return Units(forward=forward, local=local, vjp=vjp, jacobian=whole)
-
-
-def middle_region(regions: Regions, inputs: Tensor) -> tuple[int, Tensor, LayerContext]:
-    """The number of the region in the middle, its message, and the layer context, whose x0 is a leaf."""
-    stack, middle = regions.stack, regions.count // 2
-    x0 = stack.embed(inputs).detach().requires_grad_()
-    ctx = stack.layer_context(x0, inputs)
-    with torch.no_grad():
-        return middle, regions.messages(x0, ctx)[middle - 1], ctx
 
 
 def choose(
@@ -102,32 +75,3 @@ def choose(
     count = Regions.of(stack, topology).count
     choose_engine(Units(jacobian=1.0), count, workers)  # a bad number of workers is refused before measuring
     return choose_engine(measure_units(stack, topology, inputs, jacobian), count, workers)
-
-
-def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds of `run` and its result, with nothing left on the device's queue."""
-    _wait(device)
-    began = perf_counter()
-    result = run()
-    _wait(device)
-    return perf_counter() - began, result
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _round(
-    regions: Regions, region: int, message: Tensor, ctx: LayerContext, way: Jacobian
-) -> tuple[float, float, float, float]:
-    """Seconds of the forward, the VJP, the local backward and the Jacobian."""
-    device, leaf = message.device, message.detach().requires_grad_()
-    forward, seen = timed(lambda: visit(regions, region, leaf, ctx, way), device)
-    cotangent = message.detach()  # any will do but m_{k+1} itself, which a LayerNorm destroys
-    wanted = [leaf, ctx.x0, *(p for p in regions.stack.parameters() if p.requires_grad)]
-    sent = seen.message_out
-    vjp, _ = timed(lambda: torch.autograd.grad(sent, leaf, cotangent, retain_graph=True), device)
-    jacobian, _ = timed(lambda: interface_jacobian(seen, way), device)
-    local, _ = timed(lambda: torch.autograd.grad(sent, wanted, cotangent, allow_unused=True), device)
-    return forward, vjp, local, jacobian

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from region_events import RegionTimes, region_span
 from simulator import Machine, Times, Work, _both_ways, simulate_step
+from topograd.interfaces.region_events import RegionTimes, plan_schedules, region_span
 from topograd.topology.pipeline import pipeline_order
 
 TIMES = RegionTimes(forward=1.0, backward=2.1, jacobian=5.0)
@@ -58,3 +58,24 @@ def test_a_product_has_n_squared_numbers_for_each_sample() -> None:
 def test_forwards_are_pipelined() -> None:
     work = Work(microbatches=64, shared=0.0, head=0.0, interface_rank=1)
     assert simulate_step("scan", 8, work).seconds < 64 * 8 * work.times.forward
+
+
+def test_a_plan_has_the_spans_and_the_best_number_of_ranks() -> None:
+    times = replace(TIMES, jacobian=9.0, wire=0.1)
+    found = plan_schedules(16, 1, times, dense_wire=0.5)
+    assert found["scan"] == (region_span(16, 1, times, 0), 0)
+    assert found["handed"] == (region_span(16, 1, times, None), None)
+    assert found["dense"][0] == pytest.approx(found["handed"][0] + 2 * 15 * 0.4)
+    span, carried = found["hybrid"]
+    assert span == min(region_span(16, 1, times, n) for n in range(15)) == region_span(16, 1, times, carried)
+    assert plan_schedules(1, 2, times, 0.5)["hybrid"] == (pytest.approx(6.2), 0)
+
+
+def test_ranks_without_a_core_wait_for_one() -> None:
+    whole = 4 * (1.0 + 2.1)
+    assert region_span(4, 3, TIMES, None, cores=1) == pytest.approx(3 * whole)
+    assert region_span(4, 1, TIMES, 0, cores=1) == pytest.approx(whole + 2 * 5.0)
+    assert region_span(4, 1, TIMES, 0, cores=2) > region_span(4, 1, TIMES, 0)
+    assert region_span(4, 3, TIMES, 0, cores=4) == region_span(4, 3, TIMES, 0)
+    slow = replace(TIMES, latency=100.0)
+    assert region_span(4, 1, slow, None, cores=1) == pytest.approx(whole + 6 * 100)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ SMALL = Settings(
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     return bench_scan(SMALL)
+
+
+def test_other_architectures_have_no_jacobian_by_hand() -> None:
+    found = bench_scan(replace(SMALL, architecture="mamba2"))
+    assert not any("pullback" in name for table in ("steps", "jacobians") for name in names(found[table]))
+    assert found["agreement"]["worst"] < 1e-3
 
 
 def names(rows: list[dict[str, Any]]) -> list[str]:

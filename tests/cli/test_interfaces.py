@@ -40,9 +40,15 @@ def test_analyse(regions: Path, call: Any) -> None:
         "mean": 3,
     }
     assert found["path_past_interfaces"] is None
+    plan = found["plan"]
+    assert plan["workers"] == 4
+    assert plan["seconds"]["hybrid"] <= plan["seconds"]["scan"]
+    assert plan["seconds"]["dense"] >= plan["seconds"]["handed"]
+    assert plan["seconds"][plan["best"]] == min(plan["seconds"][way] for way in ("handed", "scan", "hybrid"))
     shown = call("interfaces", "analyse", regions).out
     assert "Jacobians of inner regions" in shown
     assert "no path leads past the interfaces" in shown
+    assert "shortest with these interfaces" in shown
 
 
 def test_analyse_leaves_the_run_as_it_is(regions: Path, call: Any) -> None:
@@ -58,8 +64,17 @@ def test_analyse_leaves_the_run_as_it_is(regions: Path, call: Any) -> None:
         (["analyse", "BACKPROP"], "it must be a chain of at least two regions"),
         (["rank", "BACKPROP", "--windows", "0"], "--windows is 0; it must be at least 1"),
         (["analyse", "BACKPROP", "--windows", "1"], "--windows is 1; it must be at least 2"),
+        (["analyse", "BACKPROP", "--microbatches", "0"], "--microbatches is 0"),
     ],
 )
 def test_what_does_not_fit_is_one_line(words: list[str], said: str, backprop: Path, call: Any) -> None:
     given = [str(backprop) if word == "BACKPROP" else word for word in words]
     assert said in call("interfaces", *given).refusal
+
+
+def test_a_plan_is_for_as_many_workers_as_are_asked_for(regions: Path, call: Any) -> None:
+    plan = call("interfaces", "analyse", regions, "--workers", 2, "--latency", 50, "--json").json["plan"]
+    assert plan["workers"] == 2
+    assert plan["seconds"]["handed"] > 0.1
+    assert "--parallel stages=2" in plan["train"]
+    assert "it must be in 1..4" in call("interfaces", "analyse", regions, "--workers", 5).refusal

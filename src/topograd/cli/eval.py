@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from topograd.data.windows import Text
     from topograd.runs.session import LoadedTextRun
 
-_KIND = {True: "images", False: "text"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
@@ -75,25 +73,24 @@ def run(argv: list[str]) -> int:
 
 def _measured(args: Eval) -> tuple[TrainConfig, dict[str, Any]]:
     from topograd.cli.progress import counted
-    from topograd.cli.results import measured, measured_images
+    from topograd.cli.results import measured, measured_images, measured_masked
     from topograd.convert.model_argument import resolve_model
     from topograd.runs.folder import Run
     from topograd.runs.session import heldout_text, open_run, open_session, read_settings
 
     folder = resolve_model(args.model)
-    images = read_settings(Run.open(folder)).model.task == "images"
+    task = read_settings(Run.open(folder)).model.task
+    images = task == "images"
     for flag, given, fits in (("--images", args.images, images), ("--bytes", args.bytes, not images)):
         if given is not None and not fits:
-            raise ConfigError(
-                f"{flag} is {given}, and {folder} was trained on {_KIND[images]}", remedy="leave it out"
-            )
-    if images:
+            raise ConfigError(f"{flag} is {given}, and {folder} was trained on {task}", remedy="leave it out")
+    if task != "text":
         if args.weights != "float32":
-            raise ConfigError(
-                f"--weights is {args.weights}, and {folder} was trained on images",
-                remedy="leave it out",
-            )
+            problem = f"--weights is {args.weights}, and {folder} predicts no next token"
+            raise ConfigError(problem, remedy="leave it out")
         opened = open_run(folder, args.from_)
+        if task == "masked":
+            return opened.config, measured_masked(opened, args.data, args.bytes, counted("windows read"))
         return opened.config, measured_images(opened, args.data, args.images, counted("images read"))
     session = open_session(folder, args.from_)
     text = heldout_text(session, args.data, args.bytes)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from topograd.cli.console import Json, ModelArgument, out, parse_one_of, print_json
 from topograd.errors import ConfigError
+from topograd.limits import check_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,11 +30,20 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Analyse:
-    """Jacobians between regions, what silenced messages cost, and whether messages are all that crosses."""
+    """Jacobians between regions, what silenced messages cost, whether messages are all that crosses, and the
+    shortest schedule on several workers."""
 
     model: ModelArgument
     windows: Annotated[int, tyro.conf.arg(metavar="N")] = 4
-    """Held-out windows of the model's context that are read, at least 2."""
+    """Held-out windows of the model's context that are read, at least 2; the batch that a plan is for."""
+    workers: Annotated[int | None, tyro.conf.arg(metavar="P")] = None
+    """Workers of the plan; without it, one for each region."""
+    microbatches: Annotated[int, tyro.conf.arg(metavar="M")] = 1
+    """Micro-batches of a step in the plan."""
+    latency: Annotated[float, tyro.conf.arg(metavar="MS")] = 0.1
+    """Milliseconds that a message takes between workers, beside its size."""
+    mbit: Annotated[float, tyro.conf.arg(metavar="N")] = 10_000.0
+    """Mbit a second of a link between workers."""
     json: Json = False
 
 
@@ -74,6 +84,7 @@ def _analyse(args: Analyse) -> None:
     from topograd.interfaces.analysis import analyse
     from topograd.interfaces.separator import check_separator
 
+    check_numbers(args, microbatches=(1, 2**20), latency=(0.0, 1e6), mbit=(1e-6, 1e9))
     session, inputs, targets = _opened(args.model, args.windows, 2)
     stack, topology = session.stack, session.plan.topology
     found = analyse(stack, topology, inputs, targets)
@@ -83,6 +94,7 @@ def _analyse(args: Analyse) -> None:
         found["path_past_interfaces"] = None
     except TopologyError as error:
         found["path_past_interfaces"] = str(error)
+    found["plan"] = _plan(args, session, inputs, targets)
     if args.json:
         print_json({"run": str(args.model), **found})
         return
@@ -90,6 +102,29 @@ def _analyse(args: Analyse) -> None:
     out().print(_regions_table(found))
     out().print(_boundaries_table(found))
     out().print(found["path_past_interfaces"] or "no path leads past the interfaces")
+    plan = found["plan"]
+    spans = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in plan["seconds"].items())
+    out().print(f"a step on {plan['workers']} workers, by the event model: {spans}")
+    out().print(f"shortest with these interfaces: {plan['best']}, train {plan['train']}")
+
+
+def _plan(args: Analyse, session: LoadedTextRun, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """The schedule for the workers that are asked for, from times that are measured here and now."""
+    import torch
+
+    from topograd.interfaces.region_events import planned
+    from topograd.interfaces.region_times import region_times
+    from topograd.interfaces.regions import Regions
+
+    regions = Regions.of(session.stack, session.plan)
+    with torch.no_grad():
+        x0 = regions.stack.embed(inputs)
+        message = regions.messages(x0, regions.stack.layer_context(x0, inputs))[0]
+    each = message.element_size()
+    sizes = (each * message.numel(), each * message.numel() * message[0].numel(), each * x0.numel())
+    times = region_times(regions, inputs, targets, session.config.topology.jacobian)
+    workers = regions.count if args.workers is None else args.workers
+    return planned(regions.count, workers, args.microbatches, times, sizes, args.mbit, args.latency / 1000)
 
 
 def _regions_table(found: dict[str, Any]) -> Table:

@@ -38,7 +38,7 @@ def stored_results(run: Run) -> dict[str, Any] | None:
 
 
 def measure_of(results: Mapping[str, Any]) -> str:
-    """What a run's predictions are judged by: bits per byte of text, or accuracy on images."""
+    """What a run's predictions are judged by: bits per byte of text, or accuracy on images or hidden tokens."""
     return "accuracy" if "accuracy" in results else "bpb"
 
 
@@ -58,6 +58,21 @@ def measured(
 
     reading = evaluate(session.stack, session.plan, text, on_batch=on_batch)
     return {"run": str(session.run.folder), "steps": session.step, **reading.as_dict()}
+
+
+def measured_masked(
+    opened: LoadedRun,
+    data: Path | None = None,
+    limit_bytes: int | None = None,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """The readings of a masked encoder, on its own held-out text or another."""
+    from topograd.runs.session import LoadedTextRun, heldout_text, read_tokenizer
+    from topograd.training.masked_evaluation import evaluate_masked
+
+    session = LoadedTextRun(**vars(opened), tokenizer=read_tokenizer(opened.run))
+    reading = evaluate_masked(opened.stack, opened.plan, heldout_text(session, data, limit_bytes), on_batch)
+    return {"run": str(opened.run.folder), "steps": opened.step, **reading.as_dict()}
 
 
 def measured_images(
@@ -89,6 +104,8 @@ def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
         note(f"measuring {folder}")
         if config.model.task == "images":
             results = measured_images(open_run(folder), on_batch=counted("images read"))
+        elif config.model.task == "masked":
+            results = measured_masked(open_run(folder), on_batch=counted("windows read"))
         else:
             session = open_session(folder)
             results = measured(session, heldout_text(session), counted("windows read"))

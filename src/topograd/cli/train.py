@@ -17,6 +17,7 @@ from topograd.cli.flags import flags_of
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
 from topograd.files import read_bytes
+from topograd.nn.config import EncoderConfig
 from topograd.parallel.settings import ParallelConfig, is_first_local_rank, wait_for_first_rank
 from topograd.runs.config import TrainConfig, preset, tuning
 
@@ -62,8 +63,8 @@ class Train:
     )
     """What --help shows; --help-all shows every flag."""
 
-    task: Literal["text", "images"] = "text"
-    """What is learned: the next token of a text, or the class of an image."""
+    task: Literal["text", "masked", "images"] = "text"
+    """What is learned: the next token of a text, its hidden tokens (an encoder), or the class of an image."""
     preset: Literal["tiny", "small", "base"] = "small"
     """tiny takes seconds, small about four minutes, base 14 hours on two cores."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
@@ -111,7 +112,7 @@ def run(argv: list[str]) -> int:
         trainer = resume(args.resume, args.from_)
     else:
         kind = args.settings.model.kind
-        name = args.preset if kind == "gpt" else getattr(args.settings.model, "network", kind)
+        name = args.preset if kind in ("gpt", "encoder") else getattr(args.settings.model, "network", kind)
         name = name.replace(":", ".")
         trainer = start(args.settings, args.out or fresh_folder(name, args.settings))
     return train(args, trainer)
@@ -142,6 +143,8 @@ def _read(argv: list[str]) -> Train:
             task="images", out=args.out, stop_after=args.stop_after, json=args.json, settings=settings
         )
     settings = preset(known.preset or Train.preset)
+    if known.task == "masked":
+        settings = replace(settings, model=EncoderConfig(**vars(settings.model)))
     if known.init is not None and known.init.strip():
         small = bool({"--lora-rank", "--frozen"}.intersection(flags))
         held = known.lora_directions in ("random", "dead", "safe")

@@ -12,7 +12,7 @@ Shapes: (batch, position, 1, width) where a basis of cotangents will broadcast, 
 in attention. Memory for each block: B T (6d + m) numbers of the forward, where m is the MLP's inner width, or
 twice that with a gate; at first use they become about B T (12d + m) of factors and B H T² probabilities.
 Source: as `topograd.interfaces.pullback`, which has the formulas.
-Limits: whole sequences of equal length, no decoding state, no autocast.
+Limits: whole sequences of equal length, causal attention, no decoding state, no autocast.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ class Tape:
             if call.get("state") is not None or ctx.positions.dim() != 1:
                 raise StackError(
                     "a tape holds whole sequences of equal length", remedy="record without a decoding state"
+                )
+            if ctx.mask is not None:
+                raise StackError(
+                    setting="jacobian", given="pullback", allowed="another for an encoder, such as loop"
                 )
             if torch.is_autocast_enabled(ctx.x0.device.type):
                 raise StackError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from topograd.errors import ConfigError, StackError
 from topograd.nn.interface_config import parse_settings
-from topograd.nn.spec import ModelSpec
+from topograd.nn.spec import ModelSpec, Task
 from topograd.nn.transformer.config import Activation, BlockConfig, Traits
 from topograd.registry import Registry
 
@@ -162,7 +162,7 @@ class GPTConfig(BlockConfig):
 
     def to_dict(self) -> dict[str, Any]:
         table = asdict(self)
-        if self.kind != "gpt":
+        if self.kind in _KINDS:
             del table["architecture"]
         return {"kind": self.kind, **table}
 
@@ -235,6 +235,34 @@ class GPTConfig(BlockConfig):
     def _place(self, index: int) -> int:
         """The layer's number where alternation is counted from; counted from the last it may be negative."""
         return index if self.count_from == "first" else index - self.layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(GPTConfig):
+    """The shape of a masked encoder (`nn/encoder.py`); `vocab` is the tokenizer's, without the mask."""
+
+    task: ClassVar[Task] = "masked"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.architecture != "transformer":
+            allowed_names = "transformer for an encoder, for other mixers read earlier positions only"
+            raise StackError(setting="architecture", given=self.architecture, allowed=allowed_names)
+        if self.windows:
+            raise StackError(setting="windows", given=self.windows, allowed="empty for an encoder")
+
+    @property
+    def kind(self) -> str:
+        return "encoder"
+
+    @classmethod
+    def from_dict(cls, kind: str, table: Mapping[str, Any]) -> ModelSpec:
+        return super().from_dict("gpt", table)
+
+    def build(self, topology: Topology) -> Stack:
+        from topograd.nn.encoder import Encoder
+
+        return Encoder(replace(self, layers=topology.layers, vocab=self.vocab + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

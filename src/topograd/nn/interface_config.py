@@ -24,7 +24,7 @@ from topograd.registry import Registry
 if TYPE_CHECKING:
     from topograd.nn.relays import BoundedRelay
 
-Basis = Literal["fixed", "learned"]
+Basis = Literal["fixed", "learned", "hidden", "adjoints"]
 Read = Literal["both", "message"]
 
 
@@ -136,7 +136,8 @@ class ResidualInterface:
     """r, the directions that cross; the model's width makes the dense model."""
     basis: Basis = "fixed"
     """U: fixed is random, orthonormal and the same at every boundary; learned begins there, and each boundary
-    has its own."""
+    has its own; hidden and adjoints take it from the data before the training begins
+    (`training/interface_directions.py`)."""
     seed: int = 0
     """Of U."""
     bypass: float = 0.0

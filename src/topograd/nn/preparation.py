@@ -38,12 +38,15 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
     if wanted.interface is not None:
         settings = parse_interfaces(wanted.interface, len(plan.stages) - 1)
         add_interfaces(stack, settings, len(plan.stages), stack.width, stack.context)
-        cut = [relay for relay in stack.learned_relays().values() if isinstance(relay, CausalRelay)]
-        if stack.reads_ahead and cut:
+        cut = [one for one in stack.learned_relays().values() if isinstance(one, CausalRelay)]
+        if stack.reads_ahead and any(one.causal for one in settings) and cut:
             raise ConfigError(
                 setting="interface",
                 given=wanted.interface,
-                allowed="published or residual where layers read all positions, for segments are cut apart",
+                allowed=(
+                    "published, residual or S=1,pool=mean,causal=false where layers read all positions, "
+                    "for segments are cut apart"
+                ),
             )
     for parameter in _to_freeze(stack, plan):
         parameter.requires_grad_(False)

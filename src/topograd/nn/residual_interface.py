@@ -21,10 +21,11 @@ With a bypass β the other directions cross too, less loudly, and the message is
 which is the bounded form at β = 0 and the dense model at β = 1: a way from one to the other.
 
 Shapes: h (batch, T, width), message (batch, T, r). A fixed U does not learn and is one for all boundaries, as
-the statement has it. A learned U is the Q of the QR of a matrix of each boundary's own, and only its span
-matters: x = x0 + U Uᵀ (h - x0). Cost per position and end: r·width multiply-adds; a learned U adds width·r²
-once at each end. Limits: a message has T·r numbers, so a Jacobian between two interfaces has T·r rows: a
-scan is for short contexts. Source: ours, after the subspace of "Protocol Models" (arXiv 2506.01260).
+the statement has it. One from data (`training/interface_directions.py`) does not learn either. A learned U is
+the Q of the QR of a matrix of each boundary's own, and only its span matters: x = x0 + U Uᵀ (h - x0). Cost
+per position and end: r·width multiply-adds; a learned U adds width·r² once at each end. Limits: a message has
+T·r numbers, so a Jacobian between two interfaces has T·r rows: a scan is for short contexts. Source: ours,
+after the subspace of "Protocol Models" (arXiv 2506.01260).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ResidualRelay(BoundedRelay):
 
     def directions(self) -> Tensor:
         """U (width, r)."""
-        if self.settings.basis == "fixed":
+        if self.settings.basis != "learned":
             return self.basis
         exact = self.basis.to(torch.promote_types(self.basis.dtype, torch.float32))  # bfloat16 has no QR
         return torch.linalg.qr(exact).Q.to(self.basis.dtype)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from topograd.nn.stack import Stack
     from topograd.topology.dag import Topology
 
-Task = Literal["text", "images"]
+Task = Literal["text", "masked", "images"]
 
 
 class ModelSpec:
     """The settings of a model. Subclasses are frozen dataclasses."""
 
     task: ClassVar[Task] = "text"
-    """Next-token prediction on text, or classification of images."""
+    """Next-token prediction on text, prediction of hidden tokens, or classification of images."""
     loads_empty: ClassVar[bool] = False
     """Whether `build` works on the meta device, to be filled by a checkpoint."""
 
@@ -83,6 +83,7 @@ MODELS: Registry[type[ModelSpec]] = Registry(
             ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text"), _FAMILY
         ),
         **dict.fromkeys(("mlp", "vgg", "resnet", "vit", "forward-forward", "image"), _IMAGES),
+        "encoder": "topograd.nn.config:EncoderConfig",
         "hf": "topograd.nn.adapted.spec:AdaptedConfig",
     },
 )

@@ -207,8 +207,14 @@ class TrainConfig:
             data=(bool(data), "a file or a folder, or left out for the embedded corpus"),
             init=(bool(init), "the folder of a run, or left out"),
         )
-        if self.model.task == "images":
-            self._check_images()
+        if self.model.task != "text":
+            self._check_no_next_token()
+        if self.model.task == "images" and self.data is None:
+            raise ConfigError(
+                "data is missing",
+                setting="data",
+                remedy="give a folder of IDX or CIFAR binary files, or digits",
+            )
         self._check_tune()
         topology = self.build_topology()
         if self.topology.interface is not None:
@@ -240,8 +246,8 @@ class TrainConfig:
         for settings in parse_interfaces(interface):
             settings.check(self.model.context, self.model.width)
 
-    def _check_images(self) -> None:
-        """Refuse what goes only with text."""
+    def _check_no_next_token(self) -> None:
+        """Refuse what goes only with models that predict the next token."""
         for name, given in (
             ("search", self.search.kind != "none"),
             ("teacher_top", bool(self.topology.teacher_top)),
@@ -249,16 +255,10 @@ class TrainConfig:
         ):
             if given:
                 raise ConfigError(
-                    f"{name} is for models of text, and model.kind is {self.model.kind}",
+                    f"{name} is for models of the next token, and model.kind is {self.model.kind}",
                     setting=name,
                     remedy="leave it out",
                 )
-        if self.data is None:
-            raise ConfigError(
-                "data is missing",
-                setting="data",
-                remedy="give a folder of IDX or CIFAR binary files, or digits",
-            )
 
     def _check_tune(self) -> None:
         """What stays as it was in a base needs one, and a plain way of training."""

@@ -81,8 +81,9 @@ class LoadedTextRun(LoadedRun):
 def open_session(folder: Path | str, name: str | None = None, *, later: bool = False) -> LoadedTextRun:
     """The text run in `folder` with its newest checkpoint, or the one called `name`; `later`: `open_run`."""
     run = Run.open(folder)
-    if read_settings(run).model.task == "images":
-        raise RunError(f"{folder} was trained on images", setting="folder", remedy="give a run on text")
+    if (task := read_settings(run).model.task) != "text":
+        what = "images" if task == "images" else "hidden tokens, and predicts no next one"
+        raise RunError(f"{folder} was trained on {what}", setting="folder", remedy="give a run on text")
     tokenizer = read_tokenizer(run)
     return LoadedTextRun(**vars(open_run(folder, name, tokenizer, later=later)), tokenizer=tokenizer)
 

@@ -126,7 +126,7 @@ def check_causal(settings: InterfaceSettings) -> None:
             "that sees the future",
             setting="interface",
             given=settings,
-            remedy="use a causal form, as S=8,r=8 or residual:r=8; others are for encoders, as a vit",
+            remedy="use a causal form, as S=8,r=8 or residual:r=8; others are for encoders (--task masked)",
         )
 
 

@@ -139,18 +139,22 @@ def evaluate_images(
 ) -> ImageEvaluation:
     """Every reading of this module. `on_batch` is called with the images that are done, and of how many."""
     logits, labels = image_logits(stack, plan, data.images, on_batch), data.labels
+    curve = exit_curve(plan, logits.exits, labels)
+    return ImageEvaluation(**readings(logits, labels), exits=curve, images=len(data))
+
+
+def readings(logits: ImageLogits, labels: Tensor) -> dict[str, Any]:
+    """What can be read of the logits of any classification, by the names of `ImageEvaluation`."""
     running = [_loss(pool(logits.alone[: k + 1], "sum"), labels) for k in range(len(logits.alone))]
     bins = [confidence_bins(z, labels) for z in logits.exits]
-    return ImageEvaluation(
-        accuracy=_by_prediction(logits, labels, accuracy),
-        loss=_by_prediction(logits, labels, _loss),
-        ece=[calibration_error(table) for table in bins],
-        reliability=[reliability(table) for table in bins],
-        effective_rank=[activation_rank(f[:RANK_TOKENS]) for f in logits.features],
-        usefulness=[None, *(before - after for before, after in itertools.pairwise(running))],
-        exits=exit_curve(plan, logits.exits, labels),
-        images=len(data),
-    )
+    return {
+        "accuracy": _by_prediction(logits, labels, accuracy),
+        "loss": _by_prediction(logits, labels, _loss),
+        "ece": [calibration_error(table) for table in bins],
+        "reliability": [reliability(table) for table in bins],
+        "effective_rank": [activation_rank(f[:RANK_TOKENS]) for f in logits.features],
+        "usefulness": [None, *(before - after for before, after in itertools.pairwise(running))],
+    }
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:

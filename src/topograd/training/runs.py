@@ -51,6 +51,7 @@ from topograd.training.averaged_weights import AveragedWeights
 from topograd.training.cached_batches import cached_layers, first_sequences, open_cached_loader, remove_cache
 from topograd.training.exit_heads import TOKENS, begin_exit_heads
 from topograd.training.forgetting import READ, Forgetting
+from topograd.training.interface_directions import STEPS, begin_interfaces
 from topograd.training.lora_directions import begin_lora
 from topograd.training.optimizers import make_optimizers
 from topograd.training.sources import Data, Teacher, TextSource, source_of
@@ -143,6 +144,13 @@ class RunTask(Task):
             begin_lora(self.stack, "pissa")
         if self.average is not None:
             self.average.connect()
+
+    def begin_interfaces(self) -> None:
+        """Give interfaces the directions that they take from data; the run's batches begin as they would."""
+        position = self.loader.position
+        steps = STEPS if self.config.init is None else 0
+        if begin_interfaces(self.stack, self.plan, self.config.optimizer, self.loader, steps):
+            self.loader.seek(position)
 
     def callbacks(self) -> list[OnStep]:
         """A reader of geometry, where the settings ask for one."""
@@ -310,6 +318,7 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
     task = (make or TASKS[config.search.kind])(run, config, data)  # first: what does not fit is refused
     if base is not None:
         begin_from(task.stack, base)
+    task.begin_interfaces()
     if isinstance(data, Prepared):
         bind_tokenizer(run, data.tokenizer)
         if base is not None and config.tune.keeps_base:
@@ -335,10 +344,12 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
     trainer = Trainer(task, task.run, known)
     if checkpoint is not None:
         trainer.load(checkpoint)
-    elif config.init is not None:
+        return trainer
+    if config.init is not None:
         store = run.store
         based = store.open_base() if isinstance(store, DeltaStore) else open_run(config.init)
         begin_from(task.stack, based)
+    task.begin_interfaces()
     return trainer
 
 

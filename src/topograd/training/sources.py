@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from topograd.data import Loader, Prepared, Text, windows
 from topograd.data.image_loader import ImageLoader
 from topograd.data.images import ImageData
+from topograd.data.masked import MaskedLoader
 from topograd.data.tokenizer import FILE
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
@@ -22,6 +23,7 @@ from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import check_causal, evaluate
 from topograd.training.image_evaluation import evaluate_images
+from topograd.training.masked_evaluation import evaluate_masked
 from topograd.training.trainer import Reading
 
 Data = Prepared | ImageData
@@ -117,9 +119,33 @@ class ImageSource:
         return Teacher.of(opened, config.device)
 
 
-Source = TextSource | ImageSource
+class MaskedSource:
+    """Prediction of hidden tokens."""
+
+    unit = "tokens"
+
+    def __init__(self, config: TrainConfig, data: Prepared) -> None:
+        vocab, context = config.model.vocab, config.model.context
+        self.loader = MaskedLoader(data.train, config.seq_len, config.batch, config.seed, vocab)
+        self.text = Text(*windows(data.heldout, data.tokenizer, context, config.eval_bytes))
+        self.units = config.batch * config.seq_len
+
+    def evaluate(self, stack: Stack, plan: Plan) -> Reading:
+        return evaluate_masked(stack, plan, self.text)
+
+    def teacher(self, config: TrainConfig) -> Teacher | None:
+        """The model or its average may teach; another run may not."""
+        if (folder := _teacher_folder(config)) is not None:
+            allowed = f"{OWN_TEACHER} or {AVERAGE_TEACHER} for an encoder"
+            raise ConfigError(setting="teacher", given=folder, allowed=allowed)
+        return None
+
+
+Source = TextSource | MaskedSource | ImageSource
 
 
 def source_of(config: TrainConfig, data: Data) -> Source:
     """The source of some settings, on the data that was read for them."""
-    return ImageSource(config, data) if isinstance(data, ImageData) else TextSource(config, data)
+    if isinstance(data, ImageData):
+        return ImageSource(config, data)
+    return MaskedSource(config, data) if config.model.task == "masked" else TextSource(config, data)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
 from papers.latent_bounded_interfaces import interface_verdict as study
 from papers.outcome import asked
 from topograd.exec.forward import stage_logits
+from topograd.runs.config import OptimizerConfig
 
 
 def config(seed: int = 0):  # type: ignore[no-untyped-def]
@@ -59,8 +63,22 @@ def test_shares_are_of_the_same_seed_and_reading() -> None:
 
 
 def test_the_published_interface_is_read_from_prefixes() -> None:
-    found = study.measure(study.ARMS["published"], config(), study.grid(study.ARMS["published"])[0])
+    found = study.measure(study.ARMS["published"], config(), study.first_rates(study.ARMS["published"]))
     assert found["sample"] != found["honest"]
     assert "shuffled" in found
-    dense = study.measure(study.ARMS["dense"], config(), study.grid(study.ARMS["dense"])[0])
+    dense = study.measure(study.ARMS["dense"], config(), study.first_rates(study.ARMS["dense"]))
     assert dense["sample"] == dense["honest"]
+
+
+@pytest.mark.parametrize("optimum", [0.0025, 0.02, 0.08])
+def test_rates_are_moved_until_both_neighbours_are_worse(optimum: float) -> None:
+    asked_for = []
+
+    def loss(rates: OptimizerConfig) -> float:
+        asked_for.append(rates.lr_matrix)
+        return abs(math.log(rates.lr_matrix / optimum))
+
+    arm = study.ARMS["dense"]
+    best = study.climb(study.first_rates(arm), loss, partial(study._moved, which="lr_matrix"), 2)
+    assert best.lr_matrix == pytest.approx(optimum)
+    assert min(asked_for) < best.lr_matrix < max(asked_for)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from papers.latent_bounded_interfaces import masked_encoder as study
-from papers.latent_bounded_interfaces.masked_encoder import MODELS, build, hide, kept, scan_error
+from papers.latent_bounded_interfaces.masked_encoder import MODELS, build, kept, scan_error
 from papers.outcome import asked
 from papers.run import run_study
 from papers.staged_runs import Sizes
 from papers.verdicts import FAILED, HELD, UNDECIDED
+from topograd.data.masked import hide
 from topograd.exec.forward import stage_outputs
 from topograd.exec.gradient import Autograd, GradientEngine
 from topograd.exec.train_step import train_step

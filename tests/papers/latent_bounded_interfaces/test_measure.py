@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from papers.latent_bounded_interfaces import measure
-from papers.latent_bounded_interfaces.measure import build_model, choose, measure_units, random_tokens, timed
+from papers.latent_bounded_interfaces.measure import build_model, choose, measure_units, random_tokens
 from papers.latent_bounded_interfaces.planner import choose_engine
 from papers.latent_bounded_interfaces.shape import Shape
 from papers.latent_bounded_interfaces.timeline import Units
@@ -15,7 +15,8 @@ from raising import refused
 from topograd.errors import ConfigError, StackError, TopologyError
 from topograd.exec.gradient import Autograd
 from topograd.exec.train_step import train_step
-from topograd.interfaces import Hybrid, SegmentInterface
+from topograd.interfaces import Hybrid, SegmentInterface, region_times
+from topograd.interfaces.region_times import timed
 from topograd.nn.config import ARCHITECTURES, Architecture
 from topograd.nn.gpt import GPT
 from topograd.runs.topology_config import Jacobian
@@ -46,7 +47,7 @@ def test_a_model_without_zeros_that_is_always_the_same() -> None:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that is a second on whenever it is read, so that all that is timed takes one."""
     shown = itertools.count()
-    monkeypatch.setattr(measure, "perf_counter", lambda: float(next(shown)))
+    monkeypatch.setattr(region_times, "perf_counter", lambda: float(next(shown)))
 
 
 @pytest.mark.parametrize("jacobian", ["loop", "batched", "forward", "pullback"])
@@ -70,20 +71,20 @@ def test_medians_of_all_rounds_but_the_first(stack: GPT, monkeypatch: pytest.Mon
     factors = (50, 1, 3, 2)  # of the rounds; the first must not count
     laps = [seconds * factor for factor in factors for seconds in (1.0, 10.0, 100.0, 1000.0)]
     shown = itertools.accumulate(itertools.chain.from_iterable((0.0, lap) for lap in laps))
-    monkeypatch.setattr(measure, "perf_counter", lambda: next(shown))
+    monkeypatch.setattr(region_times, "perf_counter", lambda: next(shown))
     units = measure_units(stack, SHAPE.topology, random_tokens(SHAPE)[0], repeats=3)
     assert units == Units(forward=2, vjp=20, jacobian=200, local=2000)
     assert next(shown, None) is None, "everything was timed once in each round"
 
 
 def test_the_middle_region_is_the_one(stack: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = measure.visit, []
+    real, asked = region_times.visit, []
 
     def spy(regions: Any, region: int, *rest: Any) -> Any:
         asked.append(region)
         return real(regions, region, *rest)
 
-    monkeypatch.setattr(measure, "visit", spy)
+    monkeypatch.setattr(region_times, "visit", spy)
     measure_units(stack, SHAPE.topology, random_tokens(SHAPE)[0], repeats=1)
     assert asked == [2, 2]
 
