@@ -4,6 +4,8 @@ full                  every stage, every token
 prefix:J              the first J of the stages that predict
 path:1,3              some stages, skipping others
 branches:1-4*3+1-2    several paths, pooled in log space with weights
+pool, router          every exit, pooled with the weights that `topograd calibrate` fitted (`exit_pool.py`)
+shrinkage             every exit, pooled by how sure it is
 wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
                       sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
 speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
@@ -40,11 +42,13 @@ from topograd.decode.calibration.policy import (
     thresholds,
 )
 from topograd.decode.calibration.store import load as load_calibration
+from topograd.decode.calibration.store import open_pool
 from topograd.decode.calibration.tune import Tuning, drafter_of
 from topograd.decode.draft_model import ModelDrafter
 from topograd.decode.draft_stage import DraftStageDrafter
 from topograd.decode.drafters import MAX_DRAFT, AutoregressiveDrafter, DraftRule, LookupDrafter, PrefixDrafter
 from topograd.decode.engine import Engine, check_exits
+from topograd.decode.exit_pool import KINDS, PooledExits
 from topograd.decode.retrofitted import KIND, Retrofitted, has_retrofit, open_exits, open_retrofit
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble
@@ -95,6 +99,8 @@ def strategy_of(
         return PathEnsemble(engine, {parse_path(rest): 1.0})
     if kind == "branches":
         return PathEnsemble(engine, parse_branches(rest))
+    if kind in KINDS and not rest:
+        return PooledExits(engine, open_pool(session, kind))
     if kind == "wand":
         check_exits(session.plan)
         return _wand(depth, rest, load_calibration(session)[0], engine)
@@ -104,8 +110,8 @@ def strategy_of(
         f"depth {depth!r} is unknown",
         setting="depth",
         given=depth,
-        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate, "
-        "wand:RULE:NUMBER or speculate:WHO+WHO",
+        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, router, shrinkage, wand or "
+        "speculate, wand:RULE:NUMBER or speculate:WHO+WHO",
     )
 
 
