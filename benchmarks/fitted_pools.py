@@ -3,11 +3,12 @@
     python benchmarks/fitted_pools.py [RUN] [--bytes 30000] [--json]
 
 RUN is a run of text whose stages predict, by default the reference model. `composition` is fitted on every
-second window of its held-out text and measured on the others; `learned` is what `topograd calibrate` fits and generate, score and serve read (depth
-pool, router and shrinkage), with an interval over the windows that were not fitted to; `head` is by how much the cross-entropy rises
-under noise of the given share of the head's own size, mean of a few draws (`composition.py` and
-`head_perturbation.py` of `papers/product_of_experts/`). The studies train small models with several seeds;
-this is one model that was trained for longer, so nothing here has a spread over trainings.
+second window of its held-out text and measured on the others. `learned` is what `topograd calibrate` fits and
+generate, score and serve read (depth pool, router and shrinkage), with an interval over the windows that were
+not fitted to. `head` is by how much the cross-entropy rises under noise of the given share of the head's own
+size, mean of a few draws (`composition.py` and `head_perturbation.py` of `papers/product_of_experts/`). The
+studies train small models with several seeds; this is one model that was trained for longer, so nothing here
+has a spread over trainings.
 
 Limits: all logits are held in float64, stages · tokens · vocabulary of them, so little text is read.
 """
