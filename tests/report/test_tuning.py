@@ -35,7 +35,7 @@ def test_numbers_are_those_of_the_run() -> None:
         assert over.table is not None
         assert over.table.rows[-1] == ("10", "0.5000", "0.0625")
         assert layers.table is not None
-        assert layers.table.rows[1] == ("2", "0.37500", "-0.01250")
+        assert layers.table.rows[1] == ("2", "0.37500", "−0.01250")
         assert layers.table.rows[-1][0] == "not shared out"
         assert layers.figure is not None
         assert len(layers.figure.axes[0].patches) == 3
