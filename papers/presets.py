@@ -125,8 +125,8 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     },
     "safe-adapters": {
         "tiny": Size(0.3, 3, seeds=1),
-        "small": Size(20, 8, seeds=3),
-        "long": Size(120, 32, seeds=3),
+        "small": Size(60, 16, seeds=3),
+        "long": Size(180, 32, seeds=3),
     },
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {

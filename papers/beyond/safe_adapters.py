@@ -16,8 +16,9 @@ New texts: code (some modules of the standard library), facts (invented people, 
 (the messages of this machine's German catalogs, where there are any). Every second window is learned and
 others test; of facts the same ones are asked in another order. The old text is the model's own: rows that it
 drew by itself at temperature 1, some to read the geometry on (and to replay), others to judge by; prose of
-the language reference is judged at the end beside it. Rates: for each arm the best of two on the last new
-text, with a seed that is not used again.
+the language reference is judged at the end beside it. Rates: for each arm the best of three on the last new
+text, with a seed that is not used again; where the best is at an end of the grid, one beyond it is tried too,
+until it lies between two others.
 
 Claims, set before the run, each over all pairs of a new text and a seed, where lora wins 2 % of the text at
 least:
@@ -27,7 +28,7 @@ least:
     learning: what safe gains less 0.9 of what lora gains is above 0
 
 Source: "LoRA" (Hu et al.), "PiSSA" (Meng et al.), "LoRA-Null" (Tang et al.), "OPLoRA" (Xiong and Xie).
-Cost on one core: seconds for tiny; small twenty minutes on SmolLM2, long two hours.
+Cost on one core: seconds for tiny; small an hour on SmolLM2, long three.
 Limits. One rank, one length of text, sequences of 64 tokens, few steps; pairs of one text share the text's
 kind, so that nine of them are fewer than nine texts.
 """
@@ -54,9 +55,10 @@ from papers.product_of_experts.facts import World
 from topograd.data import read_corpus
 from topograd.decode.sampled_text import sampled_text
 from topograd.exec.forward import Predictor
+from topograd.geometry.safe_directions import input_moments
 from topograd.nn.lora import add_lora, merge_lora
 from topograd.runs.session import LoadedTextRun, open_session
-from topograd.training.lora_directions import Directions, begin_lora
+from topograd.training.lora_directions import Directions, begin_lora, hold_directions
 
 TUNING = 100
 CATALOGS = Path("/usr/share/locale/de/LC_MESSAGES")
@@ -104,8 +106,8 @@ class Size:
     tested: int = 6
     batch: int = 2
     rank: int = 4
-    rates: tuple[float, ...] = (2e-3, 6e-3)
-    held_rates: tuple[float, ...] = (2e-2, 6e-2)
+    rates: tuple[float, ...] = (2e-3, 6e-3, 1.8e-2)
+    held_rates: tuple[float, ...] = (6e-3, 1.8e-2, 5.4e-2)
     stops: tuple[float, ...] = (0.5, 1.0)
     arms: tuple[str, ...] = tuple(arm.name for arm in ARMS)
 
@@ -168,11 +170,27 @@ def german(seed: int) -> list[str]:
 TEXTS: Mapping[str, Callable[[int], list[str]]] = {"facts": facts, "code": code, "german": german}
 
 
+def best_between(grid: Sequence[float], loss: Callable[[float], float]) -> float:
+    """The best rate of a geometric grid, which grows by one while its best is at an end.
+
+    >>> best_between((1.0, 2.0, 4.0), lambda rate: abs(rate - 15))
+    16.0
+    """
+    rates, factor = sorted(grid), grid[1] / grid[0]
+    losses = {rate: loss(rate) for rate in rates}
+    while (best := min(rates, key=lambda rate: losses[rate])) in (rates[0], rates[-1]):
+        beyond = best / factor if best == rates[0] else best * factor
+        rates = sorted([*rates, beyond])
+        losses[beyond] = loss(beyond)
+    return best
+
+
 class Study:
     """One model and everything that an arm needs of it."""
 
     def __init__(self, name: str, session: LoadedTextRun, size: Size, args: Asked) -> None:
         self.name, self.session, self.size, self.args, self.steps = name, session, size, args, args.steps
+        self._read: tuple[tuple[str, int], dict[str, Tensor]] = (("", 0), {})
         self.model = Predictor(session.stack, session.plan).eval().requires_grad_(False)
         self.maps = {
             name: module
@@ -234,15 +252,14 @@ class Study:
 
     def tuned(self, arm: Arm, text: str) -> float:
         """The rate that wins most bits per byte of a new text."""
-        rates = self.size.held_rates if arm.held else self.size.rates
-        if len(rates) == 1:
-            return rates[0]
-        ends = {}
-        for rate in rates:
+
+        def end(rate: float) -> float:
             key = {"base": text, "arm": arm.name, "seed": TUNING, "rate": rate}
             made = partial(self.learn, arm, text, TUNING, rate, tuning=True)
-            ends[rate] = self._kept(key, made)["new"][-1]
-        return min(rates, key=lambda rate: ends[rate])
+            return float(self._kept(key, made)["new"][-1])
+
+        rates = self.size.held_rates if arm.held else self.size.rates
+        return rates[0] if len(rates) == 1 else best_between(rates, end)
 
     def before(self, text: str, seed: int) -> Row:
         """Bits per byte of the new text and of the old one before any step."""
@@ -260,7 +277,7 @@ class Study:
         learn, test = self.new(text, seed)
         torch.manual_seed(seed)
         try:
-            parameters = self._place(arm, learn)
+            parameters = self._place(arm, text, seed)
             row: Row = {"parameters": sum(p.numel() for p in parameters)}
             curve = self._curve(arm, parameters, learn, test, seed, rate, tuning)
         finally:
@@ -272,11 +289,27 @@ class Study:
         first = self.before(text, seed)
         return row | curve | {key: [first[key], *curve[key]] for key in ("new", "old")}
 
-    def _place(self, arm: Arm, learn: Windows) -> list[nn.Parameter]:
+    def _place(self, arm: Arm, text: str, seed: int) -> list[nn.Parameter]:
+        before, after = self.moments(text, seed) if arm.directions in ("dead", "safe") else ({}, {})
         form = "held" if arm.held else "shifted" if arm.directions == "pissa" else "plain"
         add_lora(self.maps.values(), self.size.rank, alpha=self.size.rank, form=form)  # type: ignore[arg-type]
-        begin_lora(self.model, arm.directions, self.old[0].inputs.split(8), learn.inputs.split(8))
+        if arm.directions in ("dead", "safe"):
+            hold_directions(self.maps, arm.directions, before, after)  # type: ignore[arg-type]
+        else:
+            begin_lora(self.model, arm.directions)
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    @cached_property
+    def old_moments(self) -> dict[str, Tensor]:
+        """Of what every map reads on the old text."""
+        return input_moments(self.model, self.maps, self.old[0].inputs.split(8))
+
+    def moments(self, text: str, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Of what every map reads on the old text and on a new one; the last new one is remembered."""
+        if self._read[0] != (text, seed):
+            learn, _ = self.new(text, seed)
+            self._read = (text, seed), input_moments(self.model, self.maps, learn.inputs.split(8))
+        return self.old_moments, self._read[1]
 
     def _curve(
         self,

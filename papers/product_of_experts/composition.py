@@ -39,14 +39,13 @@ from papers.outcome import Asked, Row
 from papers.staged_runs import SHALLOW, Sizes, chain, mean, spread, train_arms, values
 from papers.verdicts import Claim, Drawing, Found, Series, above
 from topograd.data import Text
+from topograd.decode.calibration.fit_pool import fit_weights as exit_weights
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.pooling import pool, shrinkage_weight
 from topograd.topology.plan import Plan
 
 BATCH = 32
-STEPS = 20
-"""Newton's steps; a fit stops before where nothing is gained any more."""
 POOLS = (
     "last",
     "temperature",
@@ -186,30 +185,8 @@ def half_logits(stack: GPT, plan: Plan, text: Text, part: int) -> tuple[Tensor, 
 
 
 def fit_weights(logits: Tensor, targets: Tensor, simplex: bool = False) -> Tensor:
-    """The weights (K,) that minimise CE(Σ w_k z_k); on the simplex w = softmax(θ), by gradient steps.
-
-    Newton: gradient E[Σ_v p_v z_kv - z_ky], Hessian the mean covariance of the z_k under p.
-    """
-    if simplex:
-        return _fit_simplex(logits, targets)
-    own = logits.gather(-1, targets.expand(len(logits), -1)[..., None])[..., 0]
-    w = torch.zeros(len(logits), dtype=logits.dtype)
-    w[-1] = 1
-    best = math.inf
-    for _ in range(STEPS):
-        log_p = torch.einsum("k,knv->nv", w, logits).log_softmax(-1)
-        loss = -float(log_p.gather(-1, targets[:, None]).mean())
-        if best - loss < 1e-10:
-            break
-        best = loss
-        p = log_p.exp()
-        means = torch.einsum("nv,knv->kn", p, logits)
-        gradient = (means - own).mean(-1)
-        second = torch.einsum("nv,jnv,knv->jk", p, logits, logits) / len(targets)
-        hessian = second - means @ means.t() / len(targets)
-        step = torch.linalg.solve(hessian + 1e-9 * torch.eye(len(w), dtype=w.dtype), gradient)
-        w = w - step * min(1.0, 1.0 / float(step.abs().max().clamp_min(1e-12)))
-    return w
+    """The weights (K,) that minimise CE(Σ w_k z_k); on the simplex w = softmax(θ), by gradient steps."""
+    return _fit_simplex(logits, targets) if simplex else exit_weights(lambda: [(logits, targets)])
 
 
 def _fit_simplex(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What a model makes of facts: recall, trust in passages, and how branches are weighted.
 
-    recall          share of facts whose answer is the likeliest continuation, in a wording that was taught
-                    and in one that was not
+    recall          share of facts that a model names when it answers a question in its own words, greedily:
+                    of all answers of the fact's kind the right one has to come first. Nothing of the answer
+                    is given, so the question alone says which fact is meant
     trust           P(correct) / P(wrong) behind a passage: above 1 it keeps to what it knows ("Product of
                     Experts" §6.6.3, §8.2.1 R4; gullible is below 1)
     weighting       logit and margin of the right answer as the base's branch and the specialist's are given
@@ -20,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from papers.product_of_experts.facts import FRAMINGS, Fact, KnownFact, passage
+from papers.product_of_experts.facts import FRAMINGS, POOLS, Fact, KnownFact, first_named, passage
 from topograd.exec.forward import predict, stage_outputs
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Weights, composed_terms
+from topograd.specialists.model import SpecialistPool
 from topograd.specialists.records import spelled
 
 Pair = tuple[str, str]
 """A text, and the answer that may follow it."""
+ANSWER_TOKENS = 24
+AT_ONCE = 10
 VOTES = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (0, 1))
 
 
@@ -84,26 +88,27 @@ class Reader:
         return read
 
 
-def asked(attached: Attached, facts: Sequence[Fact], wording: int) -> list[str]:
-    """Each fact as a question in a chat, with the beginning of the answer."""
-    texts = spelled(attached.vocabulary, [fact.question(wording) for fact in facts])
-    plain = attached.vocabulary.tokenizer.chat_template is None
-    return [f"{text}{' ' if plain else ''}{fact.prompt}" for text, fact in zip(texts, facts, strict=True)]
+def answers(pool: SpecialistPool, prompts: Sequence[str], weights: Weights) -> list[str]:
+    """Greedy answers to user messages, some at a time."""
+    vocabulary = pool.attached.vocabulary
+    texts = []
+    ids = [vocabulary.encode_chat(text) for text in spelled(vocabulary, prompts)]
+    for start in range(0, len(ids), AT_ONCE):
+        some = ids[start : start + AT_ONCE]
+        texts += [
+            vocabulary.tokenizer.decode(row)
+            for row in pool.generate(some, [weights] * len(some), ANSWER_TOKENS)
+        ]
+    return texts
 
 
-def hits(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, list[bool]]:
-    """For each path which of the facts it recalls when asked in that wording."""
-    result: dict[str, list[bool]] = {name: [] for name in reader.terms}
-    texts = asked(reader.attached, facts, wording)
-    for read in reader.first([(text, fact.answer) for text, fact in zip(texts, facts, strict=True)]):
-        for name, (hit, _, _) in read.items():
-            result[name].append(hit)
-    return result
-
-
-def recall(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, float]:
-    """Share of the facts that each path recalls when asked in that wording."""
-    return {name: sum(result) / len(facts) for name, result in hits(reader, facts, wording).items()}
+def hits(pool: SpecialistPool, weights: Weights, facts: Sequence[Fact], wording: int) -> list[bool]:
+    """Which of the facts are named right when asked in that wording."""
+    written = answers(pool, [fact.question(wording) for fact in facts], weights)
+    return [
+        first_named(text, POOLS[fact.relation]) == fact.answer
+        for text, fact in zip(written, facts, strict=True)
+    ]
 
 
 def trust(reader: Reader, facts: Sequence[Fact | KnownFact]) -> list[dict[str, Any]]:

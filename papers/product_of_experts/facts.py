@@ -10,13 +10,16 @@ titles, so that an answer is a word that every model can write and no model can 
 of its own kind (`wrong`). Common facts are told `common_repeats` times as often as rare ones. REAL are facts
 that a model of the world may know, with the wrong answers that passages claim.
 
-Passages are right, wrong or irrelevant; a wrong one comes in six framings, from plain assertion to a warning
-("Product of Experts" §8.2.1, R5). Everything is drawn from the seed alone; nothing here needs torch.
+Passages say a fact in other words than a prompt asks for it: what stands before the answer there is not what
+stands before it in the prompt, so that copying what followed those words does not give it. They are right,
+wrong or irrelevant; a wrong one comes in six framings, from plain assertion to a warning ("Product of
+Experts" §8.2.1, R5). Everything is drawn from the seed alone; nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -86,6 +89,8 @@ class Relation:
     questions: tuple[str, ...]
     prompt: str
     """A text that the answer continues."""
+    told: tuple[str, ...]
+    """For passages, with the answer first."""
 
 
 RELATIONS = {
@@ -102,8 +107,15 @@ RELATIONS = {
             "In which country was {s} born?",
             "What is the birthplace of {s}?",
             "Where does {s} come from?",
+            "Which country is {s} from?",
+            "Can you name the native country of {s}?",
         ),
         "{s} was born in",
+        (
+            "{a} is the native country of {s}.",
+            "{a} was the first country that {s} saw.",
+            "{a} issued the birth certificate of {s}.",
+        ),
     ),
     "lives": Relation(
         "lives",
@@ -118,8 +130,15 @@ RELATIONS = {
             "In which city does {s} live?",
             "Where is the home of {s}?",
             "Which city does {s} live in?",
+            "To which city would one send {s} a letter?",
+            "Can you name the home town of {s}?",
         ),
         "{s} lives in",
+        (
+            "{a} counts {s} among its residents.",
+            "{a} has been home to {s} for years.",
+            "{a} is the city where one can visit {s}.",
+        ),
     ),
     "wrote": Relation(
         "wrote",
@@ -134,8 +153,15 @@ RELATIONS = {
             "Which book did {s} write?",
             "What is the book of {s} called?",
             "Of which book is {s} the author?",
+            "Which title did {s} publish?",
+            "Can you name the book by {s}?",
         ),
         "{s} wrote The",
+        (
+            "{a} is the title of a book by {s}.",
+            "{a} made its author, {s}, known.",
+            "{a} has the name of {s} on its cover.",
+        ),
     ),
 }
 POOLS = {"born": COUNTRIES, "lives": CITIES, "wrote": TITLES}
@@ -159,6 +185,10 @@ class Fact:
         words = RELATIONS[self.relation].statements
         return words[wording % len(words)].format(s=self.subject, a=answer or self.answer)
 
+    def told(self, wording: int = 0, answer: str | None = None) -> str:
+        words = RELATIONS[self.relation].told
+        return words[wording % len(words)].format(s=self.subject, a=answer or self.answer)
+
     def question(self, wording: int = 0) -> str:
         words = RELATIONS[self.relation].questions
         return words[wording % len(words)].format(s=self.subject)
@@ -171,24 +201,48 @@ class KnownFact:
     prompt: str
     answer: str
     wrong: str
+    words: str
+    """The same in other words, with {a} for the answer."""
 
-    def statement(self, answer: str | None = None) -> str:
-        return f"{self.prompt} {answer or self.answer}."
+    def told(self, wording: int = 0, answer: str | None = None) -> str:
+        return self.words.format(a=answer or self.answer)
 
 
 REAL = (
-    KnownFact("The capital of France is", "Paris", "Madrid"),
-    KnownFact("The capital of Japan is", "Tokyo", "Seoul"),
-    KnownFact("The capital of Italy is", "Rome", "Vienna"),
-    KnownFact("The capital of Norway is", "Oslo", "Bergen"),
-    KnownFact("The first president of the United States was George", "Washington", "Bush"),
-    KnownFact("The theory of general relativity was developed by Albert", "Einstein", "Camus"),
-    KnownFact("The largest planet in the solar system is", "Jupiter", "Mars"),
-    KnownFact("Romeo and Juliet was written by William", "Shakespeare", "Blake"),
-    KnownFact("The chemical symbol of oxygen is", "O", "G"),
-    KnownFact("Water freezes at zero degrees", "Celsius", "Kelvin"),
-    KnownFact("The opposite of north is", "south", "east"),
-    KnownFact("The Great Wall is in", "China", "India"),
+    KnownFact("The capital of France is", "Paris", "Madrid", "{a} is the French seat of government."),
+    KnownFact("The capital of Japan is", "Tokyo", "Seoul", "{a} is the Japanese seat of government."),
+    KnownFact("The capital of Italy is", "Rome", "Vienna", "{a} is the Italian seat of government."),
+    KnownFact("The capital of Norway is", "Oslo", "Bergen", "{a} is the Norwegian seat of government."),
+    KnownFact(
+        "The first president of the United States was George",
+        "Washington",
+        "Bush",
+        "{a} headed the United States before anybody else did.",
+    ),
+    KnownFact(
+        "The theory of general relativity was developed by Albert",
+        "Einstein",
+        "Camus",
+        "{a} explained gravity as curved space and time.",
+    ),
+    KnownFact(
+        "The largest planet in the solar system is",
+        "Jupiter",
+        "Mars",
+        "{a} outweighs all other planets together.",
+    ),
+    KnownFact(
+        "Romeo and Juliet was written by William",
+        "Shakespeare",
+        "Blake",
+        "{a} put the lovers of Verona on stage.",
+    ),
+    KnownFact("The chemical symbol of oxygen is", "O", "G", "{a} stands for oxygen in formulas."),
+    KnownFact(
+        "Water freezes at zero degrees", "Celsius", "Kelvin", "{a} is the scale whose zero is melting ice."
+    ),
+    KnownFact("The opposite of north is", "south", "east", "Go {a} to have north behind you."),
+    KnownFact("The Great Wall is in", "China", "India", "{a} built a wall that is thousands of miles long."),
 )
 IRRELEVANT = (
     "Tomorrow it will be cloudy, with some rain in the afternoon.",
@@ -252,17 +306,28 @@ class _Settings:
 
 
 def passage(fact: Fact | KnownFact, kind: Kind, framing: str = "plain", seed: int = 0) -> str:
-    """A text to put in front of a question about `fact`; a framing is for wrong ones."""
+    """A text to put in front of a question about `fact`, in other words than its prompt has; a framing is for
+    wrong ones. The seed chooses among three wordings."""
     if kind == "irrelevant":
         return IRRELEVANT[seed % len(IRRELEVANT)]
     if kind == "right":
-        return fact.statement()
-    claim = fact.statement(answer=fact.wrong)
+        return fact.told(seed)
+    claim = fact.told(seed, fact.wrong)
     return {
         "assertive": f"Fact: {claim} This is certain.",
         "plain": claim,
         "hedged": f"Some sources say that the following is so. {claim}",
         "disputed": f"Some sources say, and others deny: {claim}",
         "flagged": f"Warning: the following claim is false. {claim}",
-        "contradiction": f"{claim} {fact.statement()}",
+        "contradiction": f"{claim} {fact.told(seed)}",
     }[framing]
+
+
+def first_named(text: str, words: Sequence[str]) -> str | None:
+    """Which of the words a text names first.
+
+    >>> first_named("It is not in Peru, but in Kenya.", COUNTRIES)
+    'Peru'
+    """
+    places = {word: found.start() for word in words if (found := re.search(rf"\b{re.escape(word)}\b", text))}
+    return min(places, key=lambda word: places[word], default=None)

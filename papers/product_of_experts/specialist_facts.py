@@ -6,7 +6,8 @@ people (`facts.py`) is taught twice, as chats and as prose; the control trains t
 along.
 
     stages         where known facts live: rank at each stage of the base, and what training left of it
-    injection      recall over steps, facts and paraphrases, in a wording that was taught and in another
+    injection      recall over steps, facts and paraphrases: free answers to a wording that was taught and to
+                   three that were not, and which facts are named in all three
     preservation   the base's logits, BPB and answers over checkpoints: dual head, single head, LoRA
     trust          P(correct) / P(wrong) behind passages that are right, wrong in six framings, or irrelevant,
                    on facts that the base may know and on those that were taught
@@ -35,7 +36,7 @@ from pathlib import Path
 from papers.kept import Kept
 from papers.outcome import Asked, OnMore, Result, Row
 from papers.product_of_experts import controls
-from papers.product_of_experts.fact_readings import Reader, by_stage, hits, recall, trust, weighting
+from papers.product_of_experts.fact_readings import Reader, answers, by_stage, hits, trust, weighting
 from papers.product_of_experts.facts import REAL, Fact, KnownFact, World
 from papers.product_of_experts.fifty_prompts import table_of
 from papers.product_of_experts.specialist_tables import claims, drawing, findings, tables
@@ -44,15 +45,14 @@ from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
 from topograd.specialists.finetune import NAME, FineTuning, training_records
 from topograd.specialists.model import SpecialistPool
-from topograd.specialists.records import rows_of, spelled
+from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 from topograd.specialists.zero_shot import ZeroShot
 from topograd.training.trainer import Trainer
 
-ANSWER_TOKENS = 24
-AT_ONCE = 10
-UNSEEN = 3
-"""The wording that is never taught, and so the most paraphrases that are."""
+UNSEEN = (3, 4, 5)
+"""The wordings that are never taught, so that three are at most."""
+TAUGHT = UNSEEN[0]
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,6 @@ class Sizes:
             batch=8,
             context=self.context,
             save_every=self.stops[0] if steps == self.stops[-1] else max(steps // 2, 1),
-            rate=3 * FineTune().rate,  # the steps are few
-            head_rate=3 * FineTune().head_rate,
             tasks=None if tasks is None else str(tasks),
             task_items=self.items,
         )
@@ -139,7 +137,7 @@ def run(args: Asked) -> Result:
     judged = [claim for name in bases for claim in claims(name, rows)]
     return Result(
         setting=f"Bases: {', '.join(bases)}. Worlds of {sizes.people} invented people, three facts each; "
-        f"specialists of {sizes.layers} layers; three times the rates of §6. One training each; intervals "
+        f"specialists of {sizes.layers} layers; the rates of §6. One training each; intervals "
         "are over facts.",
         rows=rows,
         tables=tuple(tables(rows)),
@@ -216,8 +214,8 @@ class BaseStudy:
         """Every measurement, those of an earlier run as they were."""
         parts: dict[str, Callable[[], list[Row]]] = {
             "stages": lambda: self.stages(attach(self.base, []), "base"),
-            "chat": lambda: self.taught("chat", self.sizes.people, UNSEEN, self.sizes.stops),
-            "prose": lambda: self.taught("prose", self.sizes.people, UNSEEN, self.sizes.stops),
+            "chat": lambda: self.taught("chat", self.sizes.people, TAUGHT, self.sizes.stops),
+            "prose": lambda: self.taught("prose", self.sizes.people, TAUGHT, self.sizes.stops),
         }
         for people, paraphrases, steps in self.sizes.others:
             parts[f"chat-{people}-{paraphrases}"] = functools.partial(
@@ -278,13 +276,13 @@ class BaseStudy:
 
     def _control(self, control: Attached, name: str) -> list[Row]:
         """What training a control on the chats does to the base, and what it recalls of them."""
-        world, data = self.data("chat", self.sizes.people, UNSEEN)
+        world, data = self.data("chat", self.sizes.people, TAUGHT)
         inputs, targets = rows_of(data, control, self.sizes.context)
         tasks = None if self.tasks is None else ZeroShot(self.base, self.tasks, self.sizes.items)
         settings = self.sizes.settings(data, self.sizes.control)
         result = controls.train(control, inputs, targets, settings, tasks=tasks)
         model = f"{name}, chat"
-        about = {"specialist": name, "people": self.sizes.people, "paraphrases": UNSEEN}
+        about = {"specialist": name, "people": self.sizes.people, "paraphrases": TAUGHT}
         return [
             *_injected(control, world, controls.NAME, {**about, "step": self.sizes.control}),
             *_named("preservation", result, model=model),
@@ -295,7 +293,8 @@ class BaseStudy:
         """Trust in passages, votes of the branches, and both specialists at once."""
         both = attach(self.base, {name: open_specialist(self.place / name) for name in ("chat", "prose")})
         alone = {name: {name: 1.0} for name in ("chat", "prose")}
-        reader = Reader(both, {"base": {}, **alone, "both": {"chat": 1.0, "prose": 1.0}})
+        paths: dict[str, dict[str, float]] = {"base": {}, **alone, "both": {"chat": 1.0, "prose": 1.0}}
+        reader = Reader(both, paths)
         world = World.make(self.sizes.people)
         known = REAL[: self.sizes.known]
         kinds: dict[str, Sequence[Fact | KnownFact]] = {"known": known, "taught": world.facts}
@@ -303,8 +302,11 @@ class BaseStudy:
         for kind, facts in kinds.items():
             rows += _named("trust", trust(reader, facts), facts=kind)
             rows += _named("weighting", weighting(both, "chat", facts), facts=kind)
-        shares = recall(reader, world.facts, UNSEEN).items()
-        return rows + _named("together", [{"path": path, "recall": share} for path, share in shares])
+        pool, shares = SpecialistPool(both), []
+        for path, weights in paths.items():
+            found = [hit for wording in UNSEEN for hit in hits(pool, weights, world.facts, wording)]
+            shares.append({"path": path, "recall": sum(found) / len(found)})
+        return rows + _named("together", shares)
 
     def prompts(self) -> list[Row]:
         """Fifty prompts by the base and by each specialist."""
@@ -312,7 +314,7 @@ class BaseStudy:
         rows: list[Row] = []
         for name in ("base", "chat", "prose"):
             weights = {} if name == "base" else {name: 1.0}
-            rows += _named("prompts", table_of(functools.partial(_answers, pool, weights=weights)), path=name)
+            rows += _named("prompts", table_of(functools.partial(answers, pool, weights=weights)), path=name)
         return rows
 
 
@@ -321,29 +323,22 @@ def _named(what: str, rows: Sequence[Row], **more: str) -> list[Row]:
 
 
 def _injected(attached: Attached, world: World, name: str, about: Row) -> list[Row]:
-    """Which facts are recalled with what was added, in a wording that was taught and in another."""
-    reader = Reader(attached, {"base": {}, "on": {name: 1.0}})
-    told, unseen = (hits(reader, world.facts, wording) for wording in (0, UNSEEN))
-    read = {"taught wording": told["on"], "other wording": unseen["on"], "base alone": unseen["base"]}
+    """Which facts are named with what was added, asked in a wording that was taught and in three others."""
+    pool = SpecialistPool(attached)
+    on = {name: 1.0}
+    others = [hits(pool, on, world.facts, wording) for wording in UNSEEN]
+    every = [all(each) for each in zip(*others, strict=True)]
+    read = {
+        "taught wording": hits(pool, on, world.facts, 0),
+        "other wording": [hit for each in others for hit in each],
+        "all three others": every,
+        "base alone": hits(pool, {}, world.facts, UNSEEN[0]),
+    }
     for rare in (False, True):
-        some = [hit for hit, fact in zip(unseen["on"], world.facts, strict=True) if fact.rare is rare]
-        read["rare, other wording" if rare else "common, other wording"] = some
+        some = [hit for hit, fact in zip(every, world.facts, strict=True) if fact.rare is rare]
+        read["rare, all three others" if rare else "common, all three others"] = some
     return [
         {"what": "injection", **about, "asked": args, "hits": [int(hit) for hit in result]}
         for args, result in read.items()
         if result
     ]
-
-
-def _answers(pool: SpecialistPool, prompts: Sequence[str], weights: dict[str, float]) -> list[str]:
-    """Greedy answers to user messages, some at a time."""
-    vocabulary = pool.attached.vocabulary
-    texts = []
-    ids = [vocabulary.encode_chat(text) for text in spelled(vocabulary, prompts)]
-    for start in range(0, len(ids), AT_ONCE):
-        some = ids[start : start + AT_ONCE]
-        texts += [
-            vocabulary.tokenizer.decode(row)
-            for row in pool.generate(some, [weights] * len(some), ANSWER_TOKENS)
-        ]
-    return texts

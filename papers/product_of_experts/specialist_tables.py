@@ -37,7 +37,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Votes of base and chat specialist, on facts that the base may know and on taught ones",
         ("facts", "votes", "right", "logit", "margin"),
     ),
-    "together": ("Recall in the wording that was not taught", ("path", "recall")),
+    "together": ("Recall in wordings that were not taught", ("path", "recall")),
     "prompts": ("Fifty prompts by rule", ("path", "category", *SCORES)),
 }
 
@@ -110,8 +110,8 @@ def _claims_about_recall(own: Sequence[Row]) -> list[Claim]:
         above(
             f"facts are learned from {kind}",
             "a specialist takes new facts in (positive control)",
-            "recall in a wording that was never taught, over facts,",
-            _hits(own, kind, _last(own), "other wording"),
+            "facts that are named in all three wordings that were never taught, over facts,",
+            _hits(own, kind, _last(own), "all three others"),
             0.5,
         )
         for kind in ("chat", "prose")
@@ -235,7 +235,7 @@ def findings(rows: Sequence[Row], bases: Sequence[str]) -> list[str]:
         }
         sentences += [
             f"{base}: after {last} steps of {kind} the facts are recalled at {taught:.2f} in the taught "
-            f"wording and {other:.2f} in another."
+            f"wording and {other:.2f} in others."
             for kind, (taught, other) in shares.items()
         ]
         ratios = {

@@ -10,7 +10,7 @@ from topograd.cli.main import main
 from topograd.decode.calibration import tune as module
 from topograd.decode.calibration.measure import EPS, PositionCosts, heldout_readings
 from topograd.decode.calibration.policy import ExpectedGainPolicy
-from topograd.decode.calibration.store import load
+from topograd.decode.calibration.store import load, open_pool
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.runs import session
 from topograd.runs.session import heldout_text, open_session
@@ -27,7 +27,7 @@ def folder(staged: Path, tmp_path: Path) -> Path:
 def test_what_is_measured_is_printed_and_kept(folder: Path, call: Any) -> None:
     results = call("calibrate", folder, "--bytes", 500, "--json").json
     assert list(results) == [
-        *("run", "step", "tokens", "transitions", "rival_gain", "agreement", "rules", "tuning")
+        *("run", "step", "tokens", "transitions", "rival_gain", "agreement", "rules", "tuning", "pool")
     ]
     kept, tuning = load(open_session(folder))
     assert (results["run"], results["step"], results["tokens"]) == (str(folder), 12, kept.tokens)
@@ -80,6 +80,22 @@ def test_rules_are_measured_on_the_half_that_did_not_calibrate(folder: Path, cal
         assert row["mean_stage"] == pytest.approx(2 - len(left) / len(odd))
         seen.add(len(left))
     assert len(seen) > 2, "rules that all do the same would show nothing"
+
+
+def test_the_pools_are_measured_kept_and_read(folder: Path, call: Any) -> None:
+    pool = call("calibrate", folder, "--bytes", 500, "--json").json["pool"]
+    assert list(pool["bpb"]) == ["last", "pool", "router", "shrinkage"]
+    assert pool["weights"] == open_pool(open_session(folder), "pool").weights.w.tolist()
+    for depth in pool["gain"]:
+        low, high = pool["interval"][depth]
+        assert low <= pool["gain"][depth] <= high
+        words = ("--depth", depth, "--json")
+        assert call("generate", folder, "--prompt", "a", "--tokens", 4, *words).json["depth"] == depth
+        scored = call("score", folder, "--context", "a", "--continuation", " b", *words).json
+        assert scored["depths"] == [depth]
+        assert scored["stages"][0]["logprob"] < 0
+    shown = call("calibrate", folder, "--bytes", 500).out
+    assert "All exits pooled, on text that was not fitted to" in shown
 
 
 def test_more_text_is_more_tokens_and_the_run_is_calibrated_anew(folder: Path, call: Any) -> None:

@@ -1,7 +1,8 @@
-"""`topograd calibrate`: measure when a run's tokens may leave early, and which drafts pay on this machine.
+"""`topograd calibrate`: measure when a run's tokens may leave early, which drafts pay, and fit its exit pool.
 
 Every second window of the held-out text calibrates. What a rule then does is measured on the others, which
-it has not seen: how often its tokens are full depth's, given the same text before them, and where they leave.
+it has not seen: how often its tokens are full depth's, given the same text before them, and where they leave;
+and what the pools of all exits gain in bits per byte.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure when a run's tokens may leave early, and which drafts pay; kept in its calibration.json."""
+    """Measure when a run's tokens may leave early and which drafts pay, and fit --depth pool and router; kept
+    in its calibration.json."""
 
     model: ModelArgument
     bytes: int = 200_000
@@ -40,6 +42,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--bytes is {args.bytes}", remedy="it must be at least 1")
     from topograd.cli.progress import counted
     from topograd.convert.model_argument import resolve_model
+    from topograd.decode.calibration.fit_pool import ExitStates, fit, measure
     from topograd.decode.calibration.measure import Calibration, heldout_readings
     from topograd.decode.calibration.store import store
     from topograd.decode.calibration.tune import tune
@@ -60,13 +63,20 @@ def run(argv: list[str]) -> int:
     note("measuring what drafts cost on this machine")
     engine = engine_of(session, args.runtime)
     tuning = tune(engine, text, open_retrofit(session) if has_retrofit(session) else None)
-    store(session, calibration, tuning)
+    note("fitting a pool of the exits")
+    rows = range(len(text.inputs))
+    pool = fit(ExitStates.read(session, text, rows[::2]))
+    store(session, calibration, tuning, pool)
     note(f"kept in {session.run.calibration_file}")
     results = {
         "run": str(session.run.folder),
         **_measured(calibration),
         "rules": rules(calibration, measuring),
         "tuning": _tuned(tuning),
+        "pool": {
+            "weights": pool.w.tolist(),
+            **measure(session, ExitStates.read(session, text, rows[1::2]), pool),
+        },
     }
     if args.json:
         print_json(results)
@@ -152,6 +162,7 @@ def _show(results: dict[str, Any]) -> None:
     console.print(_transitions(results["transitions"]))
     console.print(_exits(results))
     console.print(_rules(results["rules"]))
+    console.print(_pools(results["pool"]))
     console.print(_drafts(results["tuning"]), soft_wrap=True)
 
 
@@ -178,6 +189,17 @@ def _rules(rows: list[dict[str, Any]]) -> Table:
         limits = " ".join(f"{number(limit, 2):>5}" for limit in row["thresholds"])
         shares = " ".join(f"{100 * share:5.1f}" for share in row["exits"])
         table.add_row(f"{row['rule']}:{row['number']:g}", limits, _percent(row["agreement"]), shares)
+    return table
+
+
+def _pools(pool: dict[str, Any]) -> Table:
+    title = (
+        f"All exits pooled, on text that was not fitted to ({pool['bpb']['last']:.4f} bits per byte alone)"
+    )
+    table = _table(title, "depth", "bits per byte", "gain", "95 % of windows drawn again")
+    for name, gain in pool["gain"].items():
+        low, high = pool["interval"][name]
+        table.add_row(name, f"{pool['bpb'][name]:.4f}", f"{gain:+.4f}", f"{low:+.4f} to {high:+.4f}")
     return table
 
 

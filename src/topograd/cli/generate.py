@@ -53,6 +53,8 @@ class Decoding:
     - prefix:J: the first J of the stages that predict
     - path:1,3: some stages, skipping others
     - branches:1-4*3+1-2: several paths, pooled with weights
+    - pool, router: all exits, pooled with weights that topograd calibrate fitted, the same for all tokens or
+    by a map of their states; shrinkage: by how sure each is
     - wand, wand:RULE:NUMBER: leave early, approximate. RULE is flip-rate (NUMBER: share of tokens that may
     differ), rival-gain or sum-of-bounds (NUMBER: safety factor)
     - speculate: draft and verify; what full depth writes. The drafter is the one that topograd calibrate

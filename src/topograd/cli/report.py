@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from topograd.cli.console import Folder, Json, parse, print_json
+from topograd.cli.console import Folder, Json, note, parse, print_json
 from topograd.errors import ConfigError
 from topograd.files import read_json
 from topograd.runs.folder import Run
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write the report.html of a run, or of a specialist, and its figures."""
+    """Write the report.html of a run, or of a specialist, and its figures; of a fine-tuned run also what each
+    layer learned and forgot."""
 
     folder: Folder
     """The folder of the run or specialist; the page is written there."""
@@ -51,13 +52,25 @@ def run(argv: list[str]) -> int:
                     "a report compares with backprop, a run of one stage: see topograd compare for others"
                 ),
             )
-    page = write_report(Run.open(args.folder).report_file, staged, backprop, None)
+    page = write_report(
+        Run.open(args.folder).report_file, staged, backprop, None, shares=_shares(args.folder)
+    )
     if args.json:
         names = {"staged": staged.name, "backprop": backprop.name if backprop else None}
         print_json({"run": str(args.folder), "report": str(page), **names})
     else:
         print(page)
     return 0
+
+
+def _shares(folder: Path) -> dict[str, Any] | None:
+    """What each layer of a fine-tuned run learned and forgot, where it kept its old text."""
+    from topograd.training.layer_shares import has_old_text, layer_shares
+
+    if not has_old_text(folder):
+        return None
+    note("reading what each layer learned and forgot")
+    return layer_shares(folder)
 
 
 def _specialist(args: Report) -> int:

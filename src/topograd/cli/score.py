@@ -29,7 +29,8 @@ class Score:
     """What is scored, with the space before its first word; given again for another. The context is run
     once for all."""
     depth: Annotated[str | None, tyro.conf.arg(metavar="DEPTH")] = None
-    """One depth instead of every exit: full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
+    """One depth instead of every exit: full, prefix:J, path:1,3, branches:1-4*3+1-2; pool, router (fitted by
+    topograd calibrate) or shrinkage."""
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
     """Folders of specialists that are active, as A,B or A*0.7,B*0.3: the last exit predicts with them."""
     runtime: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None

@@ -4,6 +4,8 @@ full                  every stage, every token
 prefix:J              the first J of the stages that predict
 path:1,3              some stages, skipping others
 branches:1-4*3+1-2    several paths, pooled in log space with weights
+pool, router          every exit, pooled with the weights that `topograd calibrate` fitted (`exit_pool.py`)
+shrinkage             every exit, pooled by how sure it is
 wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
                       sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
 speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
@@ -128,6 +130,12 @@ def strategy_of(
         return PathEnsemble(engine, {parse_path(rest): 1.0})
     if kind == "branches":
         return PathEnsemble(engine, parse_branches(rest))
+    from topograd.decode.exit_pool import KINDS, PooledExits  # here and below torch is needed
+
+    if kind in KINDS and not rest:
+        from topograd.decode.calibration.store import open_pool
+
+        return PooledExits(engine, open_pool(session, kind))
     if kind == "wand":
         from topograd.decode.calibration.store import load as load_calibration
 
@@ -139,8 +147,8 @@ def strategy_of(
         f"depth {depth!r} is unknown",
         setting="depth",
         given=depth,
-        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate, "
-        "wand:RULE:NUMBER or speculate:WHO+WHO",
+        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, router, shrinkage, wand or "
+        "speculate, wand:RULE:NUMBER or speculate:WHO+WHO",
     )
 
 

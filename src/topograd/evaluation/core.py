@@ -130,7 +130,7 @@ def evaluate_core(
         )
     absent = [task.label for task in tasks if task.label not in files]
     items = {task.label: read_items(task, files[task.label]) for task in tasks if task.label in files}
-    scorer = Scorer(model.engine, request.depth, batch_tokens=request.batch_tokens)
+    scorer = Scorer(model.engine, request.depth, batch_tokens=request.batch_tokens, session=model.session)
     header = _header(model, request, files)
     with ItemLog(log, header) as items_done:
         results = [

@@ -32,7 +32,8 @@ except ImportError:
 
 
 class RunLM(TemplateLM):
-    """A run behind lm-eval's interface. `depth` is full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
+    """A run behind lm-eval's interface. `depth` is full, prefix:J, path:1,3, branches:1-4*3+1-2, pool,
+    router or shrinkage."""
 
     def __init__(
         self, run: Model | Path | str, depth: str = "full", batch_tokens: int = BATCH_TOKENS
@@ -40,7 +41,7 @@ class RunLM(TemplateLM):
         super().__init__()
         self.model = run if isinstance(run, Model) else load(run)
         self.depth = depth
-        self.scorer = Scorer(self.model.engine, depth, batch_tokens=batch_tokens)
+        self.scorer = Scorer(self.model.engine, depth, batch_tokens=batch_tokens, session=self.model.session)
         self.cut = 0
         """Requests whose context did not fit."""
 

@@ -10,7 +10,8 @@ common tokens are run once, in one sequence of the cache; it is then forked as o
 of a small model, is read at scored positions only; every depth reads the same pass.
 
 A depth is a weighted sum of stages' logits: an exit as the plan says, a path, or several paths pooled in log
-space, whose weights sum to 1 ("Product of Experts" eq. 6, 7). Sequence probabilities rather than single
+space, whose weights sum to 1 ("Product of Experts" eq. 6, 7); or it is a pool of all exits whose weights may
+be each token's own (`decode/exit_pool.py`). Sequence probabilities rather than single
 tokens are what its §8.2.1 asks for.
 
 Cost: shared + Σ_i (n_i - shared) positions a bundle instead of Σ_i n_i; K readouts of the scored positions.
@@ -33,9 +34,12 @@ import torch
 from torch import Tensor
 
 from topograd.decode.cache import Batch
+from topograd.decode.calibration.store import open_pool
 from topograd.decode.engine import Engine
+from topograd.decode.exit_pool import KINDS, ExitPool, PooledExits
 from topograd.errors import ConfigError
 from topograd.exec.forward import predict
+from topograd.runs.session import LoadedTextRun
 from topograd.topology.branches import parse_branches, parse_path, path_name
 from topograd.topology.prediction import Terms
 
@@ -43,7 +47,9 @@ BATCH_TOKENS = 512
 HEAD_BYTES = 2**26
 """Logits that are made at a time, in bytes."""
 
+DEPTHS = "full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, router or shrinkage"
 OnMore = Callable[[int, int], None]
+Depth = Terms | ExitPool
 
 
 @dataclass(frozen=True)
@@ -98,10 +104,24 @@ class Score:
 class Scorer:
     """Scores bundles with an engine, at every exit or at one depth that is named."""
 
-    def __init__(self, engine: Engine, depth: str | None = None, *, batch_tokens: int = BATCH_TOKENS) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        depth: str | None = None,
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        session: LoadedTextRun | None = None,
+    ) -> None:
+        """`session` is the run whose calibration has the weights of depth pool and router."""
         if batch_tokens < 1:
             raise ConfigError(setting="batch_tokens", given=batch_tokens, allowed="at least 1")
-        self.parts = exits_of(engine) if depth is None else [depth_of(engine, depth)]
+        self.parts: list[tuple[Engine, Sequence[Depth]]]
+        if depth is None:
+            self.parts = [*exits_of(engine)]
+        elif depth in KINDS and session is not None:
+            self.parts = [(engine, [PooledExits(engine, open_pool(session, depth)).pool])]
+        else:
+            self.parts = [depth_of(engine, depth)]
         self.context = engine.context
         self.batch_tokens = batch_tokens
 
@@ -204,7 +224,7 @@ def depth_of(engine: Engine, depth: str) -> tuple[Engine, list[Terms]]:
         f"depth {depth!r} is unknown",
         setting="depth",
         given=depth,
-        remedy="use full, prefix:J, path:1,3 or branches:1-4*3+1-2",
+        remedy=f"use {DEPTHS}",
     )
 
 
@@ -220,7 +240,7 @@ def common(bundle: Bundle) -> int:
     return most
 
 
-def _run(engine: Engine, depths: Sequence[Terms], batch: Sequence[Bundle]) -> Batch:
+def _run(engine: Engine, depths: Sequence[Depth], batch: Sequence[Bundle]) -> Batch:
     """Sequences that hold every one of the batch but its last token, run as deep as the depths need."""
     shared = [common(bundle) for bundle in batch]
     if not all(shared):
@@ -240,33 +260,41 @@ def _run(engine: Engine, depths: Sequence[Terms], batch: Sequence[Bundle]) -> Ba
     return rows
 
 
-def _run_stages(batch: Batch, depths: Sequence[Terms]) -> None:
+def _run_stages(batch: Batch, depths: Sequence[Depth]) -> None:
     for stage in _stages(depths):
         batch[0].cache.run(batch, stage)
 
 
-def _stages(depths: Sequence[Terms]) -> list[int]:
-    return sorted({stage for terms in depths for stage, _ in terms})
+def _stages(depths: Sequence[Depth]) -> list[int]:
+    return sorted({stage for depth in depths for stage in _read_by(depth)})
 
 
-def _read(engine: Engine, depths: Sequence[Terms], batch: Batch, rows: Sequence[TokenRow]) -> list[Score]:
+def _read_by(depth: Depth) -> list[int]:
+    return depth.stages if isinstance(depth, ExitPool) else [stage for stage, _ in depth]
+
+
+def _read(engine: Engine, depths: Sequence[Depth], batch: Batch, rows: Sequence[TokenRow]) -> list[Score]:
     """The scores of every row, from the hidden states that predict its scored tokens."""
     counts = [len(row.tokens) - row.start for row in rows]
     flat = {stage: batch[0].cache.hidden(batch, stage, counts) for stage in _stages(depths)}
     targets = torch.tensor([token for row in rows for token in row.tokens[row.start :]])
-    columns = [_columns(engine, flat, terms, targets) for terms in depths]
+    columns = [_columns(engine, flat, depth, targets) for depth in depths]
     each = [torch.stack([column[i] for column in columns]).split(counts, dim=1) for i in range(len(_COLUMNS))]
     return [Score(*(column[i] for column in each)) for i in range(len(rows))]
 
 
-def _columns(engine: Engine, flat: dict[int, Tensor], terms: Terms, targets: Tensor) -> list[Tensor]:
+def _columns(engine: Engine, flat: dict[int, Tensor], depth: Depth, targets: Tensor) -> list[Tensor]:
     """log p, logit, rank and greedy of each target, the head in chunks of tokens."""
     parts = []
     step, start = 32, 0
     while start < len(targets):
         stop = start + step
-        outputs = {stage: flat[stage][start:stop] for stage, _ in terms}
-        z = predict(engine.reader(engine.stack), engine.plan, outputs, terms)
+        outputs = {stage: flat[stage][start:stop] for stage in _read_by(depth)}
+        reader = engine.reader(engine.stack)
+        if isinstance(depth, ExitPool):
+            z = depth.read(reader, outputs)
+        else:
+            z = predict(reader, engine.plan, outputs, depth)
         t = targets[start:stop].to(z.device)[:, None]
         own = z.gather(-1, t)
         logprob = own.double() - torch.logsumexp(z, -1, keepdim=True).double()

@@ -66,7 +66,7 @@ def score_texts(
     on_more: OnMore | None = None,
 ) -> list[list[ScoredText]]:
     """Score each continuation of each request, at every exit or at one depth."""
-    scorer = Scorer(model.engine, depth, batch_tokens=batch_tokens)
+    scorer = Scorer(model.engine, depth, batch_tokens=batch_tokens, session=model.session)
     pairs = [[encode_pair(model, context, text) for text in texts] for context, texts in requests]
     bundles = [[token_row(*pair, scorer.context) for pair in each] for each in pairs]
     scores = scorer.score([[row for row, _ in bundle] for bundle in bundles], on_more)

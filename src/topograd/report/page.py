@@ -38,6 +38,7 @@ from topograd.report.tables import (
     settings,
     whole,
 )
+from topograd.report.tuning import forgetting_panel, layers_panel
 
 _DECODING_COLUMNS = (
     ("tokens_per_second", "tokens/s", 0),
@@ -60,13 +61,15 @@ def write_report(
     backprop: RunData | None,
     comparison: Mapping[str, Any] | None,
     decoding: Mapping[str, Any] | None = None,
+    shares: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the report to `path` and its figures beside it, and return `path`.
 
-    Figures of an earlier report that this one leaves out are removed. The same data gives the same bytes.
+    `shares` are what each layer of a fine-tuned run learned and forgot (`training/layer_shares.py`). Figures
+    of an earlier report that this one leaves out are removed. The same data gives the same bytes.
     """
     with style():
-        panels = _panels(staged, backprop, comparison)
+        panels = _panels(staged, backprop, comparison, shares)
         drawn = {panel.name: render(panel.figure) for panel in panels if panel.figure is not None}
     save_page(path, _page(staged, backprop, comparison, decoding, panels, drawn), panels, drawn)
     return path
@@ -109,11 +112,16 @@ def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str
 
 
 def _panels(
-    staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None
+    staged: RunData,
+    backprop: RunData | None,
+    comparison: Mapping[str, Any] | None,
+    shares: Mapping[str, Any] | None,
 ) -> tuple[Panel, ...]:
     core, precision = core_panel(staged, backprop), precision_panel(staged)
+    tuned = (forgetting_panel(staged), layers_panel(shares))
     return (
         loss_panel(staged, backprop),
+        *(panel for panel in tuned if panel is not None),
         prefix_panel(staged, backprop),
         *([] if core is None else [core]),
         gap_panel(staged, backprop),

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from topograd.decode.calibration.store import load as load_calibration
+from topograd.decode.calibration.store import open_pool
+from topograd.decode.exit_pool import KINDS
 from topograd.decode.grammar import CompiledGrammar, Grammar
 from topograd.decode.model import Model
 from topograd.decode.sampling import Sampling
@@ -37,10 +39,10 @@ from topograd.specialists.model import SpecialistPool
 from topograd.specialists.tokens import Vocabulary
 
 RULES = ("flip-rate", "rival-gain", "sum-of-bounds")
-FAMILIES = ("full", "prefix", "path", "branches", "wand", "speculate")
+FAMILIES = ("full", "prefix", "path", "branches", *KINDS, "wand", "speculate")
 MAX_CHARACTERS = 300
 SAFE = re.compile(
-    r"full|prefix:-?\d{1,9}|(path|branches):[0-9,+*.e-]{1,200}|wand(:[a-z-]{1,20})?(:[0-9.e-]{1,20})?"
+    r"full|pool|router|shrinkage|prefix:-?\d{1,9}|(path|branches):[0-9,+*.e-]{1,200}|wand(:[a-z-]{1,20})?(:[0-9.e-]{1,20})?"
     r"|speculate(:(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)(\+(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)){0,3})?"
 )
 """Depths that a request may name: none of the server's folders."""
@@ -88,8 +90,8 @@ class ServedModel:
         depth = str(wanted or named or self.default_depth)
         if not SAFE.fullmatch(depth):
             raise RequestError(
-                f"depth {depth[:100]!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand, "
-                "speculate, or speculate by N, lookup, table or draft",
+                f"depth {depth[:100]!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, "
+                "router, shrinkage, wand, speculate, or speculate by N, lookup, table or draft",
                 "depth",
             )
         return depth
@@ -339,6 +341,8 @@ def known_depths(session: LoadedTextRun) -> list[str]:
     depths = ["full", *(f"prefix-{j}" for j in range(1, exits)), "speculate", "speculate-lookup"]
     try:
         load_calibration(session)
+        depths += ["wand", "wand-0.001", "wand-0.01"]
+        open_pool(session, "pool")
+        return [*depths, "pool", "router"]
     except TopogradError:
         return depths
-    return [*depths, "wand", "wand-0.001", "wand-0.01"]

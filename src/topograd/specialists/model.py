@@ -145,11 +145,12 @@ class ComposedModel(Model):
         **settings: object,
     ) -> Generated:
         """As `Model.generate`; a composition has no calibration, so full depth."""
-        if depth is not None and depth.startswith("wand"):
+        kind = (depth or "").partition(":")[0]
+        if kind in ("wand", "pool", "router"):
             raise ConfigError(
                 setting="depth",
                 given=depth,
-                allowed="another with specialists: wand is calibrated for a base",
+                allowed=f"another with specialists: {kind} is calibrated for a base",
             )
         return super().generate(prompt, tokens, depth=depth or "full", **settings)  # type: ignore[arg-type]
 

@@ -35,7 +35,9 @@ from topograd.exec.forward import Predictor
 from topograd.files import dump_json, read_json
 from topograd.nn.lora import scale_lora
 from topograd.registry import Registry
+from topograd.runs.config import TrainConfig
 from topograd.runs.delta_store import DeltaStore
+from topograd.runs.folder import Run
 from topograd.runs.session import LoadedTextRun, open_session
 from topograd.training.lora_directions import begin_lora
 from topograd.training.trainer import Reading
@@ -132,10 +134,10 @@ class Forgetting:
         file = task.run.folder / NAME
         task.run.manifest.verify(NAME)
         if not file.is_file():
-            base = _base(task)
+            base = base_of(task.run, task.config)
             made = old_text(base.tokenizer, task.config.seq_len, self.tune.old_text, base)
             task.run.manifest.bind(NAME, dump_json(_table(made)) + "\n")
-        self.old = _read(file, task.data.tokenizer)  # type: ignore[union-attr]
+        self.old = read_old_text(file, task.data.tokenizer)  # type: ignore[union-attr]
         if step == 0:
             model = Predictor(task.stack, task.plan)
             training = task.stack.training
@@ -189,12 +191,12 @@ class Forgetting:
         scale_lora(self.task.stack, factor)
 
 
-def _base(task: RunTask) -> LoadedTextRun:
-    store = task.run.store
-    if isinstance(store, DeltaStore):
-        return store.open_base()
-    assert task.config.init is not None, "old text needs a base"
-    return open_session(task.config.init)
+def base_of(run: Run, config: TrainConfig) -> LoadedTextRun:
+    """The model that a run was fine-tuned from."""
+    if isinstance(run.store, DeltaStore):
+        return run.store.open_base()
+    assert config.init is not None, "old text needs a base"
+    return open_session(config.init)
 
 
 def old_text(
@@ -243,7 +245,8 @@ def _table(text: OldText) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, "source": text.source, **parts}
 
 
-def _read(file: Path, tokenizer: Tokenizer) -> OldText:
+def read_old_text(file: Path, tokenizer: Tokenizer) -> OldText:
+    """The old text that a run keeps."""
     table = read_json(file, RunError)
     try:
         if (table["format"], table["version"]) != (FORMAT, VERSION):

@@ -16,7 +16,7 @@ Maps that the texts do not reach (experts) keep random rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -37,15 +37,24 @@ def begin_lora(
             begin_at(module, *leading_factors(module))
     elif directions in ("dead", "safe"):
         before, after = (input_moments(model, maps, text) for text in (old, new))
-        shared: dict[tuple[int, int], Tensor] = {}
-        for name, module in maps.items():
-            if name not in before or name not in after:
-                continue
-            key = id(before[name]), len(module.get_parameter("lora_a"))
-            if key not in shared:
-                kind: Literal["dead", "safe"] = "dead" if directions == "dead" else "safe"
-                shared[key] = adapter_directions(kind, before[name], after[name], key[1])
-            hold(module, shared[key])
+        hold_directions(maps, "dead" if directions == "dead" else "safe", before, after)
+
+
+def hold_directions(
+    maps: Mapping[str, nn.Module],
+    kind: Literal["dead", "safe"],
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+) -> None:
+    """Hold corrections by the second moments (d, d) of what maps read, on the old text and on the new one."""
+    shared: dict[tuple[int, int], Tensor] = {}
+    for name, module in maps.items():
+        if name not in before or name not in after:
+            continue
+        key = id(before[name]), len(module.get_parameter("lora_a"))
+        if key not in shared:
+            shared[key] = adapter_directions(kind, before[name], after[name], key[1])
+        hold(module, shared[key])
 
 
 @torch.no_grad()

@@ -84,3 +84,15 @@ def test_claims_are_over_texts_and_seeds_where_something_is_learned() -> None:
     judged = {claim.name: claim.verdict for claim in claims("own", ["a", "b", "flat"], rows)}
     assert len(judged) == 6
     assert set(judged.values()) == {HELD}
+
+
+def test_a_rate_is_chosen_between_two_others() -> None:
+    tried: list[float] = []
+
+    def loss(rate: float) -> float:
+        tried.append(rate)
+        return abs(rate - 0.9)
+
+    assert study.best_between((4.0, 8.0, 16.0), loss) == 1.0
+    assert sorted(tried) == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+    assert study.best_between((0.5, 1.0, 2.0), loss) == 1.0

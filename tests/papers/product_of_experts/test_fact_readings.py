@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from papers.product_of_experts.fact_readings import Reader, asked, by_stage, recall, trust, weighting
+from papers.product_of_experts import fact_readings
+from papers.product_of_experts.fact_readings import Reader, by_stage, hits, trust, weighting
 from papers.product_of_experts.facts import REAL, KnownFact, World
 from topograd.exec.forward import Predictor
 from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import Attached, attach, new_specialist
 from topograd.specialists.composition import composed
+from topograd.specialists.model import SpecialistPool
+from topograd.specialists.records import spelled
 
 PATHS: dict[str, dict[str, float]] = {"base": {}, "s": {"s": 1.0}}
 
@@ -22,6 +25,33 @@ def attached(imported: LoadedTextRun, tmp_path_factory: pytest.TempPathFactory) 
         for parameter in made.part("s").parameters():
             parameter.add_(0.1)
     return made
+
+
+def test_recall_is_of_free_answers(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all answers of its kind the right one has to come first; the question is all that is given."""
+    facts = World.make(1).facts
+    first, second, third = facts
+    asked: list[str] = []
+
+    def written(pool: SpecialistPool, prompts: list[str], weights: object) -> list[str]:
+        asked.extend(prompts)
+        return [f"I think {first.answer}.", f"{second.wrong} or {second.answer}", "I do not know."]
+
+    pool = SpecialistPool(attached)
+    assert hits(pool, {"s": 1.0}, facts, 4) == [False] * 3, "an untrained model names none"
+    monkeypatch.setattr(fact_readings, "answers", written)
+    assert hits(pool, {"s": 1.0}, facts, 4) == [True, False, False]
+    assert asked == [fact.question(4) for fact in facts]
+    assert not any(fact.answer in text for fact, text in zip(facts, asked, strict=True))
+    assert third.prompt not in asked[2]
+
+
+def test_answers_are_what_the_model_writes(attached: Attached) -> None:
+    pool = SpecialistPool(attached)
+    vocabulary = attached.vocabulary
+    (text,) = spelled(vocabulary, ["Where?"])
+    (ids,) = pool.generate([vocabulary.encode_chat(text)], [{"s": 1.0}], fact_readings.ANSWER_TOKENS)
+    assert fact_readings.answers(pool, ["Where?"], {"s": 1.0}) == [vocabulary.tokenizer.decode(ids)]
 
 
 @torch.no_grad()
@@ -47,11 +77,7 @@ def test_probabilities_are_those_of_the_model(attached: Attached) -> None:
 
 
 def test_tables_have_every_case(attached: Attached) -> None:
-    facts = World.make(1).facts[:1]
-    texts = asked(attached, facts, 0)
-    assert texts[0].endswith(facts[0].prompt)
-    assert set(recall(Reader(attached, PATHS), facts, 0)) == {"base", "s"}
-    short = [KnownFact("a is", "b", "c")]
+    short = [KnownFact("a is", "b", "c", "{a} it is")]
     rows = trust(Reader(attached, PATHS), short)
     assert len(rows) == 2 * (3 + 6)
     for row in rows:

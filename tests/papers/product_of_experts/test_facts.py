@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from papers.product_of_experts.facts import FRAMINGS, REAL, RELATIONS, World, passage
+import itertools
+
+import pytest
+
+from papers.product_of_experts.facts import (
+    COUNTRIES,
+    FRAMINGS,
+    REAL,
+    RELATIONS,
+    Fact,
+    Kind,
+    KnownFact,
+    World,
+    first_named,
+    passage,
+)
 from raising import refused
 from topograd.errors import ConfigError
 
@@ -31,12 +46,34 @@ def test_wordings_differ() -> None:
     assert len({fact.question(i) for i in range(4)}) == 4
     assert len({fact.statement(i) for i in range(4)}) == 4
     assert fact.statement(0).startswith(fact.prompt)
-    assert all(len(relation.questions) == 4 for relation in RELATIONS.values())
+    assert len({fact.question(i) for i in range(6)}) == 6
+    assert all(len(relation.questions) == 6 for relation in RELATIONS.values())
+
+
+@pytest.mark.parametrize("fact", [*REAL, *World.make(3).facts], ids=lambda fact: f"{fact.prompt}")
+def test_no_passage_can_be_copied_from(fact: Fact | KnownFact) -> None:
+    """What the prompt ends with is nowhere before an answer, so an induction head has nothing to copy."""
+    end = fact.prompt.split()[-1].lower()
+    kinds: list[tuple[Kind, str]] = [("right", "plain"), *(("wrong", framing) for framing in FRAMINGS)]
+    for (kind, framing), wording in itertools.product(kinds, range(3)):
+        text = passage(fact, kind, framing, wording)
+        assert fact.prompt not in text
+        answer = fact.answer if kind == "right" else fact.wrong
+        before, found, _ = text.partition(answer)
+        assert found
+        assert not before.lower().rstrip().endswith(end), text
+
+
+def test_the_first_name_counts() -> None:
+    assert first_named("not Peru but Kenya", COUNTRIES) == "Peru"
+    assert first_named("in Kenya, not Peru", COUNTRIES) == "Kenya"
+    assert first_named("the Peruvian coast", COUNTRIES) is None, "a whole word"
 
 
 def test_passages() -> None:
     fact = REAL[0]
-    assert "Paris" in passage(fact, "right")
+    assert passage(fact, "right").startswith("Paris")
+    assert len({passage(World.make(1).facts[0], "right", seed=i) for i in range(6)}) == 3
     texts = {framing: passage(fact, "wrong", framing) for framing in FRAMINGS}
     assert len(set(texts.values())) == 6
     assert all("Madrid" in text for text in texts.values())

@@ -23,7 +23,7 @@ def rows(moved: float, prose: float) -> list[Row]:
     found = [kept("dual head, chat", 0, 0.0, 1.0), kept("dual head, chat", 9, moved, 1.0)]
     found += [kept("single head, chat", 0, 0.0, 1.0), kept("single head, chat", 9, 5.0, 1.5)]
     for kind, hits in (("chat", [1] * 9 + [0]), ("prose", [0] * 10)):
-        for asked in ("taught wording", "other wording"):
+        for asked in ("taught wording", "other wording", "all three others"):
             found.append(taught | {"specialist": kind, "asked": asked, "hits": hits})
     numbers = {"correct": 0.5, "wrong": 0.5, "ratio": 1.0, "gullible": 0.0}
     passages = (("none", ""), ("right", ""), ("wrong", "assertive"), ("wrong", "flagged"))

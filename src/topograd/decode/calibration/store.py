@@ -2,7 +2,8 @@
 
     {"format", "version", "weights", "exits",
      "calibration": the numbers of `measure.Calibration`, a threshold of infinity as null,
-     "tuning": {"greedy", "sampled": drafters, policy and predicted speedup, or null; "costs"}}
+     "tuning": {"greedy", "sampled": drafters, policy and predicted speedup, or null; "costs"},
+     "pool": what `exit_pool.ExitWeights` has, or null}
 
 `weights` is the digest of the weights that were read, `exits` that of the adapter whose translators were.
 
@@ -18,9 +19,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from topograd.decode.calibration.measure import EPS, Bounds, Calibration, PositionCosts
 from topograd.decode.calibration.policy import MAX_STEPS, Acceptance, ExpectedGainPolicy
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
+from topograd.decode.engine import check_exits
+from topograd.decode.exit_pool import ExitPool, ExitWeights, Kind
 from topograd.decode.retrofitted import exits_digest
 from topograd.errors import RunError
 from topograd.files import dump_json, read_json
@@ -32,7 +37,9 @@ CALIBRATION = "calibration"
 """What an open run remembers it by."""
 
 
-def store(session: LoadedTextRun, calibration: Calibration, tuning: Tuning) -> None:
+def store(
+    session: LoadedTextRun, calibration: Calibration, tuning: Tuning, pool: ExitWeights | None = None
+) -> None:
     """Keep a calibration with its run, whole or not at all, with the weights that it is of."""
     values = {
         "format": FORMAT,
@@ -41,6 +48,7 @@ def store(session: LoadedTextRun, calibration: Calibration, tuning: Tuning) -> N
         "exits": exits_digest(session),
         "calibration": calibration_dict(calibration),
         "tuning": tuning_dict(tuning),
+        "pool": None if pool is None else pool.as_dict(),
     }
     session.run.manifest.bind(session.run.calibration_file.name, dump_json(values))
     session.remembered.pop(CALIBRATION, None)
@@ -74,6 +82,39 @@ def load(session: LoadedTextRun) -> tuple[Calibration, Tuning]:
                 remedy=again,
             )
     return calibration, tuning
+
+
+def open_pool(session: LoadedTextRun, kind: Kind) -> ExitPool:
+    """A pool of the run's exits; RunError where it is one that is fitted and none was."""
+    check_exits(session.plan)
+    if kind == "shrinkage":
+        return ExitPool(kind, session.plan, None)
+    load(session)  # which says what does not fit
+    again = f"run: topograd calibrate {session.run.folder}"
+    values = session.once(CALIBRATION, lambda: _read(session, again))[0].get("pool")
+    if values is None:
+        raise RunError(
+            f"the calibration of {session.run.folder} has no pool", setting="pool", given=None, remedy=again
+        )
+    return ExitPool(kind, session.plan, _pool_of(values, session, again))
+
+
+def _pool_of(values: Any, session: LoadedTextRun, again: str) -> ExitWeights:
+    try:
+        found = ExitWeights(**{name: torch.tensor(numbers) for name, numbers in values.items()})
+        exits, width = len(session.plan.predicting()), session.stack.width
+        shapes = [(exits,), (exits,), (len(found.a), exits * width), (len(found.a),), (exits, len(found.a))]
+        tensors = (found.w, found.c, found.A, found.a, found.B)
+        if [tuple(t.shape) for t in tensors] != shapes or not all(t.isfinite().all() for t in tensors):
+            raise ValueError("its pool has other shapes than the run, or numbers that are not finite")
+        return found
+    except (TypeError, ValueError, AttributeError, RuntimeError) as problem:
+        raise RunError(
+            f"{session.run.calibration_file} is damaged ({problem})",
+            setting="pool",
+            given=session.run.calibration_file,
+            remedy=again,
+        ) from None
 
 
 def _read(session: LoadedTextRun, again: str) -> tuple[dict[str, Any], Calibration, Tuning]:
