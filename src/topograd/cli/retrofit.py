@@ -39,6 +39,8 @@ class Retrofit:
     """States that the stage reads: 1 of the last stage of the model, 3 of an early, a middle and the last."""
     slots: int = 1
     """Tokens that one pass of it guesses: 1 is one after the other, 4 a block at once."""
+    weights: Annotated[str, tyro.conf.arg(metavar="PRECISION")] = "float32"
+    """The precision that writes the text: float32, bfloat16, int8 or int4; int8 is the fastest."""
     exits: tyro.conf.FlagCreatePairsOff[bool] = False
     """Teach the stages before the last to predict too, for prefix:J, wand and calibrate: minutes more."""
     seed: int = 0
@@ -55,9 +57,8 @@ def run(argv: list[str]) -> int:
     from topograd.runs.session import open_session
 
     training = DraftTraining(epochs=args.epochs, seed=args.seed)
-    config = RetrofitConfig(
-        args.tokens, args.vocabulary, args.depths, args.slots, OwnTextConfig(seed=args.seed), training
-    )
+    text = OwnTextConfig(seed=args.seed, weights=args.weights)
+    config = RetrofitConfig(args.tokens, args.vocabulary, args.depths, args.slots, text, training)
     session = open_session(args.folder)
     rows = min(config.text.rows, max(1, -(-args.tokens // config.text.length)))
     config = replace(config, text=replace(config.text, rows=rows))

@@ -7,7 +7,7 @@ branches:1-4*3+1-2    several paths, pooled in log space with weights
 wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
                       sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
 speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
-                      it has none
+                      it has none of this runtime and precision
 speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most
                       (`calibration/policy.py`):
     N, N:MARGIN       at most N tokens by the first stage, while its margin is above MARGIN
@@ -22,6 +22,7 @@ stage, N and a run guess the tokens of its vocabulary only; N@all, FOLDER@all gu
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.runs.adapter import is_adapter
 from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runtime.choice import runtime_of
+from topograd.runtime.protocol import Runtime
 from topograd.runtime.quantize import check_precision, load_weights, weights_file
 from topograd.topology.branches import parse_branches, parse_path
 
@@ -97,7 +99,7 @@ def strategy_of(
         return PathEnsemble(engine, parse_branches(rest))
     if kind == "wand":
         check_exits(session.plan)
-        return _wand(depth, rest, load_calibration(session)[0], engine)
+        return _wand(depth, rest, load_calibration(session, engine.runtime)[0], engine)
     if kind == "speculate":
         return _speculate(depth, rest, session, engine, greedy, draft, costs)
     raise ConfigError(
@@ -109,13 +111,21 @@ def strategy_of(
     )
 
 
-def default_depth(session: LoadedTextRun) -> str:
-    """Speculation where the run is calibrated and it pays; else full. Both write the same."""
+def default_depth(session: LoadedTextRun, runtime: Runtime) -> str:
+    """Speculation where the run is calibrated for this and it pays; else full. Both write the same."""
     try:
-        _, tuning = load_calibration(session)
-    except RunError:
+        _, tuning = load_calibration(session, runtime)
+    except RunError as problem:
+        _say_other_precision(session, problem, "full depth")
         return "full"
     return "full" if tuning.greedy is None else "speculate"
+
+
+def _say_other_precision(session: LoadedTextRun, problem: RunError, instead: str) -> None:
+    """A line, once for an open run, where it is calibrated for other precisions or runtimes alone."""
+    if problem.setting == "precision":
+        warn = logging.getLogger("topograd").warning
+        session.once(str(problem), lambda: warn("topograd: %s; this is %s", problem, instead))
 
 
 def speculation_of(
@@ -157,10 +167,15 @@ def _speculate(
     costs: Callable[[], PositionCosts] | None,
 ) -> DecodeStrategy:
     if not rest and draft is None:
+        rest = "lookup"  # needs neither a measurement nor a second exit
         if session.run.calibration_file.exists():
             check_exits(session.plan)
-            return speculation_of(session, engine, load_calibration(session)[1], greedy)
-        rest = "lookup"  # needs neither a measurement nor a second exit
+            try:
+                return speculation_of(session, engine, load_calibration(session, engine.runtime)[1], greedy)
+            except RunError as problem:
+                if problem.setting != "precision":
+                    raise
+                _say_other_precision(session, problem, "lookup")
     usual = ["lookup", "draft"] if is_adapter(str(draft)) else [str(draft)]
     drafters = [
         _drafter(depth, word, session, engine, draft) for word in (rest.split("+") if rest else usual)

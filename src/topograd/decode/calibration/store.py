@@ -1,12 +1,15 @@
-"""The file calibration.json of a run: versioned, verified, bound to weights and exits.
+"""The file calibration.json of a run: an entry for each runtime and precision, bound to weights and exits.
 
-    {"format", "version", "weights", "exits",
-     "calibration": the numbers of `measure.Calibration`, a threshold of infinity as null,
-     "tuning": {"greedy", "sampled": drafters, policy and predicted speedup, or null; "costs"}}
+    {"format", "version", "weights", "exits", "entries": {"native int8":
+        {"calibration": the numbers of `measure.Calibration`, a threshold of infinity as null,
+         "tuning": {"greedy", "sampled": drafters, policy and predicted speedup, or null; "costs"}}}}
 
 `weights` is the digest of the weights that were read, `exits` that of the adapter whose translators were.
+What drafts cost and how often they are right is another in int8 than in float32, so no entry serves another
+precision or runtime.
 
-Version 1 (up to 0.2) is converted. Where it has a margin rule for a prefix (draft while the margin is above a
+Versions 1 (up to 0.2) and 2 kept one calibration, of float32, and did not say of which runtime: it is read
+for each of them. Version 1 is converted. Where it has a margin rule for a prefix (draft while the margin is above a
 threshold), its stage becomes a drafter whose acceptances are those of the margins that the file kept; its
 cost of a round with d drafts, (d + 1) draft + deep(d + 1), becomes verify(m) = deep(m) + draft, keep = draft.
 """
@@ -16,6 +19,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from topograd.decode.calibration.measure import EPS, Bounds, Calibration, PositionCosts
@@ -25,34 +30,61 @@ from topograd.decode.retrofitted import exits_digest
 from topograd.errors import RunError
 from topograd.files import dump_json, read_json
 from topograd.runs.session import LoadedTextRun
+from topograd.runtime.protocol import Runtime
 
 FORMAT = "topograd-calibration"
-VERSION = 2
+VERSION = 3
+ANY_RUNTIME = "float32"
+"""The entry of an older file."""
 CALIBRATION = "calibration"
 """What an open run remembers it by."""
 
 
-def store(session: LoadedTextRun, calibration: Calibration, tuning: Tuning) -> None:
-    """Keep a calibration with its run, whole or not at all, with the weights that it is of."""
-    values = {
-        "format": FORMAT,
-        "version": VERSION,
-        "weights": session.weights,
-        "exits": exits_digest(session),
-        "calibration": calibration_dict(calibration),
-        "tuning": tuning_dict(tuning),
+def store(session: LoadedTextRun, runtime: Runtime, calibration: Calibration, tuning: Tuning) -> None:
+    """Keep a calibration with its run, whole or not at all, beside those of other precisions and runtimes.
+
+    Those of other weights or exits are dropped.
+    """
+    own = {"weights": session.weights, "exits": exits_digest(session)}
+    entries = {}
+    with suppress(RunError):
+        file = _read(session, "")
+        entries = file.entries if file.about == own else {}
+    entries |= {entry_name(runtime): (calibration, tuning)}
+    values = {"format": FORMAT, "version": VERSION, **own}
+    values["entries"] = {
+        name: {"calibration": calibration_dict(read), "tuning": tuning_dict(tuned)}
+        for name, (read, tuned) in entries.items()
     }
     session.run.manifest.bind(session.run.calibration_file.name, dump_json(values))
     session.remembered.pop(CALIBRATION, None)
 
 
-def load(session: LoadedTextRun) -> tuple[Calibration, Tuning]:
-    """The run's calibration, read once for an open run; RunError where it has none of these weights."""
+def entry_name(runtime: Runtime) -> str:
+    """What a calibration of this runtime and its precision is called in the file."""
+    return f"{runtime.name} {runtime.precision}"
+
+
+def load(session: LoadedTextRun, runtime: Runtime) -> tuple[Calibration, Tuning]:
+    """The run's calibration for a runtime and its precision, read once for an open run.
+
+    RunError where there is none, or it is of other weights; its `setting` is "calibration" for none.
+    """
     again = f"run: topograd calibrate {session.run.folder}"
     if not session.run.calibration_file.exists():
         raise RunError(f"{session.run.folder} is not calibrated", setting="calibration", remedy=again)
-    values, calibration, tuning = session.once(CALIBRATION, lambda: _read(session, again))
-    exits = len(session.plan.predicting())
+    file = session.once(CALIBRATION, lambda: _read(session, again))
+    found = file.entries.get(entry_name(runtime))
+    if found is None and runtime.precision == "float32":
+        found = file.entries.get(ANY_RUNTIME)
+    if found is None:
+        raise RunError(
+            f"{session.run.folder} is calibrated for {', '.join(file.entries)}, not for {entry_name(runtime)}",
+            setting="precision",
+            given=entry_name(runtime),
+            remedy=f"{again} --runtime {runtime.name} --weights {runtime.precision}",
+        )
+    calibration, exits = found[0], len(session.plan.predicting())
     if calibration.step != session.step or calibration.stages != exits:
         raise RunError(
             f"the calibration of {session.run.folder} is of step {calibration.step} and "
@@ -61,22 +93,30 @@ def load(session: LoadedTextRun) -> tuple[Calibration, Tuning]:
             given=calibration.step if calibration.step != session.step else calibration.stages,
             remedy=again,
         )
-    weights = values.get("weights", session.weights)  # versions before 0.2 did not keep them
-    for name, given, own, what in (
-        ("weights", weights, session.weights, "other weights"),
-        ("exits", values.get("exits"), exits_digest(session), "other exits (draft/)"),
+    for name, own, what in (
+        ("weights", session.weights, "other weights"),
+        ("exits", exits_digest(session), "other exits (draft/)"),
     ):
-        if given != own:
+        if file.about[name] != own:
             raise RunError(
                 f"the calibration of {session.run.folder} is of {what}",
                 setting=name,
-                given=given,
+                given=file.about[name],
                 remedy=again,
             )
-    return calibration, tuning
+    return found
 
 
-def _read(session: LoadedTextRun, again: str) -> tuple[dict[str, Any], Calibration, Tuning]:
+@dataclass(frozen=True)
+class _File:
+    """What a run keeps."""
+
+    about: dict[str, Any]
+    """The digests of the weights and of the exits that were read."""
+    entries: dict[str, tuple[Calibration, Tuning]]
+
+
+def _read(session: LoadedTextRun, again: str) -> _File:
     """The file's values, and what they say."""
     file = session.run.calibration_file
     session.run.manifest.verify(file.name)
@@ -88,11 +128,18 @@ def _read(session: LoadedTextRun, again: str) -> tuple[dict[str, Any], Calibrati
         about = values if "format" in values else inner if isinstance(inner, dict) else {}  # version 1
         if about.get("format") != FORMAT:
             raise RunError(f"it does not name the format {FORMAT!r}")
-        if about.get("version") not in (1, VERSION):
-            raise RunError(f"it has version {about.get('version')!r}, this program reads 1 and {VERSION}")
-        calibration = calibration_of(inner)
-        tuning = values["tuning"]
-        return values, calibration, tuning_of(tuning if about is values else _from_version_1(tuning, inner))
+        version = about.get("version")
+        if version not in (1, 2, VERSION):
+            raise RunError(f"it has version {version!r}, this program reads 1, 2 and {VERSION}")
+        if version == 1:
+            values["tuning"] = _from_version_1(values["tuning"], inner)
+        each = values["entries"] if version == VERSION else {ANY_RUNTIME: values}
+        entries = {
+            str(name): (calibration_of(entry["calibration"]), tuning_of(entry["tuning"]))
+            for name, entry in each.items()
+        }
+        weights = values.get("weights", session.weights)  # versions before 0.2 did not keep them
+        return _File({"weights": weights, "exits": values.get("exits")}, entries)
     except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as problem:
         raise RunError(
             f"{file} is damaged ({problem})", setting="calibration", given=file, remedy=again
