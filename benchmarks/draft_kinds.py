@@ -7,8 +7,9 @@
     block     three depths and four slots
 
 Each is taught with several seeds on the same own text of the run (FOLDER/text, written by the kernels of that
-precision) and stays in FOLDER/KIND-SEED, for `drafters.py --draft`. `agreement` is by step on held-out greedy rows, `chain` of all steps up to it
-(`convert/draft_training.py`): the expected tokens of a draft add up. Time is the process's own.
+precision) and stays in FOLDER/KIND-SEED, for `drafters.py --draft`. `agreement` is by step on held-out greedy
+rows, `chain` of all steps up to it (`convert/draft_training.py`): the expected tokens of a draft add up. Time
+is the process's own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -39,8 +39,8 @@ class Retrofit:
     """States that the stage reads: 1 of the last stage of the model, 3 of an early, a middle and the last."""
     slots: int = 1
     """Tokens that one pass of it guesses: 1 is one after the other, 4 a block at once."""
-    weights: Annotated[str, tyro.conf.arg(metavar="PRECISION")] = "float32"
-    """The precision that writes the text: float32, bfloat16, int8 or int4; int8 is the fastest."""
+    weights: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    """The precision that writes the text: the one to decode in, or the fastest, int8."""
     exits: tyro.conf.FlagCreatePairsOff[bool] = False
     """Teach the stages before the last to predict too, for prefix:J, wand and calibrate: minutes more."""
     seed: int = 0

@@ -9,9 +9,10 @@ What drafts cost and how often they are right is another in int8 than in float32
 precision or runtime.
 
 Versions 1 (up to 0.2) and 2 kept one calibration, of float32, and did not say of which runtime: it is read
-for each of them. Version 1 is converted. Where it has a margin rule for a prefix (draft while the margin is above a
-threshold), its stage becomes a drafter whose acceptances are those of the margins that the file kept; its
-cost of a round with d drafts, (d + 1) draft + deep(d + 1), becomes verify(m) = deep(m) + draft, keep = draft.
+for each of them. Version 1 is converted. Where it has a margin rule for a prefix (draft while the margin is
+above a threshold), its stage becomes a drafter whose acceptances are those of the margins that the file kept;
+its cost of a round with d drafts, (d + 1) draft + deep(d + 1), becomes verify(m) = deep(m) + draft, keep =
+draft.
 """
 
 from __future__ import annotations
@@ -68,20 +69,21 @@ def entry_name(runtime: Runtime) -> str:
 def load(session: LoadedTextRun, runtime: Runtime) -> tuple[Calibration, Tuning]:
     """The run's calibration for a runtime and its precision, read once for an open run.
 
-    RunError where there is none, or it is of other weights; its `setting` is "calibration" for none.
+    RunError where there is none, with the `setting` "precision" where there are others, or of other weights.
     """
     again = f"run: topograd calibrate {session.run.folder}"
     if not session.run.calibration_file.exists():
         raise RunError(f"{session.run.folder} is not calibrated", setting="calibration", remedy=again)
     file = session.once(CALIBRATION, lambda: _read(session, again))
-    found = file.entries.get(entry_name(runtime))
+    wanted = entry_name(runtime)
+    found = file.entries.get(wanted)
     if found is None and runtime.precision == "float32":
         found = file.entries.get(ANY_RUNTIME)
     if found is None:
         raise RunError(
-            f"{session.run.folder} is calibrated for {', '.join(file.entries)}, not for {entry_name(runtime)}",
+            f"{session.run.folder} is calibrated for {', '.join(file.entries)}, not for {wanted}",
             setting="precision",
-            given=entry_name(runtime),
+            given=wanted,
             remedy=f"{again} --runtime {runtime.name} --weights {runtime.precision}",
         )
     calibration, exits = found[0], len(session.plan.predicting())
