@@ -27,7 +27,7 @@ from topograd.decode.calibration.measure import Calibration, PositionCosts, held
 from topograd.decode.calibration.policy import ExpectedGainPolicy
 from topograd.decode.calibration.store import store
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
-from topograd.decode.depths import strategy_of
+from topograd.decode.depths import engine_of, strategy_of
 from topograd.decode.lookup import NGramTable
 from topograd.decode.model import Model, load
 from topograd.decode.retrofitted import KIND, retrofit_folder, retrofit_tensors
@@ -64,7 +64,8 @@ def retrofitted(run: Path, folder: Path, limit_bytes: int) -> Path:
     create_adapter(retrofit_folder(session), kind=KIND, base=base, tensors=tensors, settings={}, card="")
     pays = DrafterSelection(("lookup", "table", "draft"), ExpectedGainPolicy(), 2.0)
     tuning = Tuning(pays, pays, PositionCosts({1: 1.0, 8: 1.7}))
-    store(session, Calibration.of(heldout_readings(session, text), session.step), tuning)
+    calibration = Calibration.of(heldout_readings(session, text), session.step)
+    store(session, engine_of(session).runtime, calibration, tuning)
     return folder
 
 

@@ -45,7 +45,7 @@ def test_it_opens_in_float32(session: LoadedTextRun) -> None:
 
 
 def test_it_is_calibrated(session: LoadedTextRun) -> None:
-    calibration, tuning = load(session)
+    calibration, tuning = load(session, engine_of(session).runtime)
     assert (calibration.step, calibration.stages) == (session.step, len(session.plan.stages))
     assert calibration.tokens > 1000
     assert tuning.greedy is not None

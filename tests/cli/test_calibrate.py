@@ -8,10 +8,11 @@ import pytest
 from topograd.cli import progress
 from topograd.cli.main import main
 from topograd.decode.calibration import tune as module
-from topograd.decode.calibration.measure import EPS, PositionCosts, heldout_readings
+from topograd.decode.calibration.measure import EPS, Calibration, PositionCosts, heldout_readings
 from topograd.decode.calibration.policy import ExpectedGainPolicy
 from topograd.decode.calibration.store import load, open_pool
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
+from topograd.decode.depths import engine_of
 from topograd.runs import session
 from topograd.runs.session import heldout_text, open_session
 
@@ -24,24 +25,32 @@ def folder(staged: Path, tmp_path: Path) -> Path:
     return shutil.copytree(staged, tmp_path / "run")
 
 
+def kept(folder: Path, weights: str = "float32") -> tuple[Calibration, Tuning]:
+    opened = open_session(folder)
+    return load(opened, engine_of(opened, weights=weights).runtime)
+
+
 def test_what_is_measured_is_printed_and_kept(folder: Path, call: Any) -> None:
     results = call("calibrate", folder, "--bytes", 500, "--json").json
     assert list(results) == [
-        *("run", "step", "tokens", "transitions", "rival_gain", "agreement", "rules", "tuning", "pool")
+        *("run", "runtime", "weights", "step", "tokens"),
+        *("transitions", "rival_gain", "agreement", "rules", "tuning", "pool"),
     ]
-    kept, tuning = load(open_session(folder))
-    assert (results["run"], results["step"], results["tokens"]) == (str(folder), 12, kept.tokens)
+    calibration, tuning = kept(folder)
+    assert (results["run"], results["step"], results["tokens"]) == (str(folder), 12, calibration.tokens)
     assert results["transitions"] == [
         {
             "from": 1,
             "to": 2,
-            "p99": kept.shift.p99[0],
-            "max": kept.shift.max[0],
-            "change_rate": kept.change_rate[0],
+            "p99": calibration.shift.p99[0],
+            "max": calibration.shift.max[0],
+            "change_rate": calibration.change_rate[0],
         }
     ]
-    assert results["rival_gain"] == [{"stage": 1, "p99": kept.gain.p99[0], "max": kept.gain.max[0]}]
-    assert results["agreement"] == list(kept.agreement)
+    assert results["rival_gain"] == [
+        {"stage": 1, "p99": calibration.gain.p99[0], "max": calibration.gain.max[0]}
+    ]
+    assert results["agreement"] == list(calibration.agreement)
     assert 0 < results["agreement"][0] < 1 == results["agreement"][1]
     found = results["tuning"]
     assert (found["greedy"] is None) == (tuning.greedy is None) == (found["predicted_speedup"] == 1)
@@ -59,7 +68,7 @@ def test_rules_are_measured_on_the_half_that_did_not_calibrate(folder: Path, cal
     odd = [i for i, row in enumerate(readings.sequence.tolist()) if row % 2]
     assert results["tokens"] == len(readings) - len(odd)
     assert len(odd) > 100
-    calibration, _ = load(opened)
+    calibration, _ = kept(folder)
     rows = results["rules"]
     assert [(row["rule"], row["number"]) for row in rows] == [
         ("sum-of-bounds", 1),
@@ -100,7 +109,16 @@ def test_the_pools_are_measured_kept_and_read(folder: Path, call: Any) -> None:
 
 def test_more_text_is_more_tokens_and_the_run_is_calibrated_anew(folder: Path, call: Any) -> None:
     few, many = (call("calibrate", folder, "--bytes", n, "--json").json for n in (100, 400))
-    assert few["tokens"] < many["tokens"] == load(open_session(folder))[0].tokens
+    assert few["tokens"] < many["tokens"] == kept(folder)[0].tokens
+
+
+def test_each_precision_is_measured_by_itself(folder: Path, call: Any) -> None:
+    for weights in ("float32", "int8"):
+        results = call("calibrate", folder, "--bytes", 500, "--weights", weights, "--json").json
+        assert results["weights"] == weights
+    float32, int8 = kept(folder), kept(folder, "int8")
+    assert float32[0].tokens == int8[0].tokens
+    assert float32[0].shift != int8[0].shift, "its readings are those of its weights"
 
 
 def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

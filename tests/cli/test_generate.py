@@ -37,7 +37,8 @@ def with_drafts(folder: Path, on: bool) -> None:
     costs = {"verify": {"1": 1.0, "8": 1.1}, "draft": 0.0, "keep": 0.01, "uneven": 0.0}
     rates = {"stage 1": {"bounds": [0.0], "rates": [0.9], "shares": None}}
     pays = {"drafters": ["stage 1"], "predicted": 2.0, "speedup": 1.1, "costs": costs, "acceptance": rates}
-    values["tuning"] |= {"greedy": pays if on else None, "sampled": pays if on else None}
+    (entry,) = values["entries"].values()
+    entry["tuning"] |= {"greedy": pays if on else None, "sampled": pays if on else None}
     run.manifest.bind(run.calibration_file.name, json.dumps(values))
 
 

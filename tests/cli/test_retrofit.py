@@ -107,6 +107,7 @@ def test_a_model_of_another_tokenizer_is_refused(staged: Path, call: Any) -> Non
     [
         (["--tokens", "3"], "--tokens is 3; it must be at least 64"),
         (["--vocabulary", "1"], "--vocabulary is 1; it must be at least 2"),
+        (["--weights", "int3"], "--weights"),
         (["--epochs", "0"], "--epochs is 0.0; it must be at least"),
     ],
 )

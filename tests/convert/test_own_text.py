@@ -35,6 +35,16 @@ def test_states_are_those_of_the_model(session: LoadedTextRun, text: OwnText) ->
     assert torch.equal(said[0, :-1][own], block.tokens[0, 1:][own]), "row 1 is greedy"
 
 
+def test_the_text_is_of_the_precision_that_wrote_it(
+    session: LoadedTextRun, prompts: Prompts, text: OwnText, tmp_path: Path
+) -> None:
+    int4, shape = engine_of(session, weights="int4"), replace(SHAPE, weights="int4")
+    other = write_own_text(tmp_path, int4, prompts, session.weights, 512, shape)
+    assert not torch.equal(other.take([1]).states, text.take([1]).states)
+    with pytest.raises(RunError, match=r"was written with .*weights='int4'"):
+        write_own_text(tmp_path, engine_of(session), prompts, session.weights, 512, SHAPE)
+
+
 def test_a_kill_loses_one_block(
     session: LoadedTextRun, prompts: Prompts, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

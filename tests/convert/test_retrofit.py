@@ -55,6 +55,17 @@ def test_a_run_is_retrofitted_and_drafts(session: LoadedTextRun, tmp_path: Path)
         retrofit(base, None, CONFIG)
 
 
+def test_the_kernels_of_a_precision_write_the_text(session: LoadedTextRun, tmp_path: Path) -> None:
+    int4 = replace(CONFIG, text=replace(CONFIG.text, weights="int4"))
+    for name, config in (("float32", CONFIG), ("int4", int4)):
+        retrofit(session, tmp_path / name, config, text=tmp_path / f"{name}-text")
+    states = [
+        OwnText.open(tmp_path / f"{name}-text", session.weights).take([1]).states
+        for name in ("float32", "int4")
+    ]
+    assert not torch.equal(*states)
+
+
 @pytest.mark.covers("gpt", "decode", feature="retrofit")
 @pytest.mark.parametrize(("depths", "slots", "read"), [(3, 1, [0, 1, 2]), (2, 3, [0, 2]), (9, 1, [0, 1, 2])])
 def test_depths_and_blocks(

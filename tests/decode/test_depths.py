@@ -57,7 +57,7 @@ OFF = Tuning(None, None, COSTS)
 def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     """A run of three stages, of step 0, calibrated by hand; not to be changed."""
     session = make_session(3)
-    store(session, CALIBRATION, DRAFTS)
+    store(session, engine_of(session).runtime, CALIBRATION, DRAFTS)
     return session
 
 
@@ -176,7 +176,7 @@ def test_calibrated_drafters(session: LoadedTextRun, engine: Engine, greedy: boo
 
 
 def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: LoadedTextRun, engine: Engine) -> None:
-    store(uncalibrated, CALIBRATION, OFF)
+    store(uncalibrated, engine.runtime, CALIBRATION, OFF)
     mode = make("speculate", uncalibrated, engine)
     assert isinstance(mode, FixedDepth)
     assert mode.exit == engine.last
@@ -260,18 +260,20 @@ def test_one_stage_has_no_early_exit(session: LoadedTextRun, engine: Engine, dep
         strategy_of(depth, one, engine, greedy=False)
 
 
-def test_the_default_is_what_pays(session: LoadedTextRun, uncalibrated: LoadedTextRun) -> None:
-    assert default_depth(session) == "speculate"
-    assert default_depth(uncalibrated) == "full", "it is not calibrated"
-    store(uncalibrated, CALIBRATION, OFF)
-    assert default_depth(uncalibrated) == "full", "drafts do not pay"
-    store(uncalibrated, replace(CALIBRATION, step=1), DRAFTS)
-    assert default_depth(uncalibrated) == "full", "the weights are others"
-    store(uncalibrated, CALIBRATION, DRAFTS)
-    assert default_depth(uncalibrated) == "speculate"
+def test_the_default_is_what_pays(
+    session: LoadedTextRun, uncalibrated: LoadedTextRun, engine: Engine
+) -> None:
+    assert default_depth(session, engine.runtime) == "speculate"
+    assert default_depth(uncalibrated, engine.runtime) == "full", "it is not calibrated"
+    store(uncalibrated, engine.runtime, CALIBRATION, OFF)
+    assert default_depth(uncalibrated, engine.runtime) == "full", "drafts do not pay"
+    store(uncalibrated, engine.runtime, replace(CALIBRATION, step=1), DRAFTS)
+    assert default_depth(uncalibrated, engine.runtime) == "full", "the weights are others"
+    store(uncalibrated, engine.runtime, CALIBRATION, DRAFTS)
+    assert default_depth(uncalibrated, engine.runtime) == "speculate"
     (uncalibrated.run.folder / "calibration.json").write_text("{")
-    assert default_depth(uncalibrated) == "speculate", "an open run remembers what it read"
-    assert default_depth(replace(uncalibrated)) == "full", "it is damaged"
+    assert default_depth(uncalibrated, engine.runtime) == "speculate", "an open run remembers what it read"
+    assert default_depth(replace(uncalibrated), engine.runtime) == "full", "it is damaged"
 
 
 @pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
@@ -296,3 +298,20 @@ def test_kept_weights_are_used_while_nobody_has_had_the_model_in_hand(
     assert [kept(True), kept(True), kept(True, runtime="native")] == [False, True, True]
     assert [kept(False), kept(True, change=True), kept(True, runtime="torch")] == [False, False, False]
     assert texts[0] == texts[2] == texts[3] == texts[4] == texts[5] == texts[7]
+
+
+def test_a_calibration_of_another_precision_is_not_used_and_that_is_said_once(
+    session: LoadedTextRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, engine = replace(session), engine_of(session, "native", "int8")
+    for _ in range(2):
+        assert default_depth(here, engine.runtime) == "full"
+    (said,) = caplog.messages
+    assert "is calibrated for native float32, not for native int8; run: topograd calibrate" in said
+    assert said.endswith("--runtime native --weights int8; this is full depth")
+    strategy = strategy_of("speculate", replace(session), engine)
+    assert isinstance(strategy, Speculate)
+    assert [drafter.name for drafter in strategy.drafter.drafters] == ["lookup"]
+    assert caplog.messages[1].endswith("this is lookup")
+    with refused(RunError, setting="precision"):
+        strategy_of("wand", here, engine)

@@ -14,6 +14,7 @@ from topograd.decode import model as module
 from topograd.decode.calibration import store
 from topograd.decode.model import Model, load
 from topograd.runs.session import LoadedTextRun
+from topograd.runtime.protocol import Runtime
 
 TENSORS = "draft/topograd_adapter.safetensors"
 
@@ -70,9 +71,9 @@ def test_what_a_depth_takes_to_be_found_is_of_the_texts_time(
 ) -> None:
     now, load_calibration = [0.0], store.load
 
-    def slow(session: LoadedTextRun) -> object:
+    def slow(session: LoadedTextRun, runtime: Runtime) -> object:
         now[0] += 5
-        return load_calibration(session)
+        return load_calibration(session, runtime)
 
     monkeypatch.setattr(store, "load", slow)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))

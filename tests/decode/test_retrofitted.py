@@ -110,14 +110,14 @@ def test_a_calibration_is_of_the_exits_that_it_read(with_exits: LoadedTextRun) -
     same = heldout_readings(session, text, engine=engine)
     assert torch.equal(readings.top, same.top)
     tuning = tune(engine, text, open_retrofit(session))
-    store(session, Calibration.of(readings, 0), tuning)
-    assert load(session)[1] == tuning
+    store(session, engine.runtime, Calibration.of(readings, 0), tuning)
+    assert load(session, engine.runtime)[1] == tuning
     assert len(written(session, "wand:flip-rate:0.01")) == 11
     shutil.rmtree(session.run.folder / "draft")
     assert not torch.equal(heldout_readings(session, text).top[:2], readings.top[:2])
     with refused(RunError, setting="exits"):
-        load(session)
-    assert default_depth(session) == "full"
+        load(session, engine.runtime)
+    assert default_depth(session, engine.runtime) == "full"
 
 
 def test_exits_of_other_weights_are_refused_where_one_is_read(

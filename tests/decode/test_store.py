@@ -65,6 +65,15 @@ def here(session: LoadedTextRun, tmp_path: Path) -> LoadedTextRun:
     return replace(session, run=Run(tmp_path))
 
 
+def keep(session: LoadedTextRun, calibration: Calibration, tuning: Tuning) -> None:
+    """Store it for the session's own runtime, in float32."""
+    store(session, engine_of(session).runtime, calibration, tuning)
+
+
+def kept(session: LoadedTextRun) -> tuple[Calibration, Tuning]:
+    return load(session, engine_of(session).runtime)
+
+
 def logits_of(session: LoadedTextRun, inputs: Tensor) -> list[Tensor]:
     """Logits (time, vocab) of each stage on one window: the layers one after the other."""
     stack, row = session.stack, inputs[None]
@@ -128,17 +137,17 @@ def test_two_exits_are_needed_by_which_the_model_predicts(session: LoadedTextRun
 
 @pytest.mark.parametrize("tuning", [Tuning(PAYS, None, COSTS), Tuning(None, PAYS, COSTS), OFF])
 def test_what_is_kept_comes_back(here: LoadedTextRun, tuning: Tuning) -> None:
-    store(here, CALIBRATION, tuning)
-    assert load(here) == (CALIBRATION, tuning)
-    store(here, replace(CALIBRATION, tokens=5), tuning)
-    assert load(here)[0].tokens == 5, "the newer one"
+    keep(here, CALIBRATION, tuning)
+    assert kept(here) == (CALIBRATION, tuning)
+    keep(here, replace(CALIBRATION, tokens=5), tuning)
+    assert kept(here)[0].tokens == 5, "the newer one"
     assert sorted(path.name for path in here.run.folder.iterdir()) == ["calibration.json", "manifest.json"]
 
 
 def refusal(session: LoadedTextRun) -> str:
     """Which field is at fault."""
     with pytest.raises(RunError) as caught:
-        load(session)
+        kept(session)
     assert "\n" not in str(caught.value)
     assert caught.value.remedy == f"run: topograd calibrate {session.run.folder}"
     return caught.value.setting
@@ -146,9 +155,9 @@ def refusal(session: LoadedTextRun) -> str:
 
 def test_a_run_without_calibration_or_of_other_weights_is_refused(here: LoadedTextRun) -> None:
     assert refusal(here) == "calibration"
-    store(here, replace(CALIBRATION, step=6), OFF)
+    keep(here, replace(CALIBRATION, step=6), OFF)
     assert refusal(here) == "step"
-    store(here, CALIBRATION, OFF)
+    keep(here, CALIBRATION, OFF)
     other = replace(here, plan=Plan.of("1,2", 3))
     assert refusal(other) == "stages"
     assert refusal(replace(here, weights="0" * 64)) == "weights", "of the same step"
@@ -156,13 +165,13 @@ def test_a_run_without_calibration_or_of_other_weights_is_refused(here: LoadedTe
 
 def test_a_calibration_that_the_run_did_not_write_is_refused(here: LoadedTextRun) -> None:
     """R5: one of another run at the same step, even with the right weights written in, is not this run's."""
-    store(here, CALIBRATION, OFF)
+    keep(here, CALIBRATION, OFF)
     file = here.run.folder / "calibration.json"
     values = json.loads(file.read_text())
-    values["calibration"]["tokens"] = 5
+    next(iter(values["entries"].values()))["calibration"]["tokens"] = 5
     file.write_text(json.dumps(values))
     with pytest.raises(RunError, match=r"calibration\.json is not the file that this run wrote; delete it"):
-        load(here)
+        kept(here)
     file.unlink()
     assert refusal(here) == "calibration"
 
@@ -197,7 +206,7 @@ DRAFTING = {
 def test_a_calibration_of_before_version_0_2_is_read(here: LoadedTextRun) -> None:
     """It names no weights, and its run has no manifest. Its margin rule becomes a drafter of its margins."""
     here.run.calibration_file.write_text(json.dumps(VERSION_1))
-    calibration, tuning = load(here)
+    calibration, tuning = kept(here)
     assert calibration == CALIBRATION
     assert tuning.sampled is None
     assert tuning.greedy is not None
@@ -215,22 +224,59 @@ def test_a_calibration_of_version_0_2_is_read(here: LoadedTextRun) -> None:
     values = {**VERSION_1, "weights": here.weights, "exits": None}
     values["tuning"] = {**VERSION_1["tuning"], "drafting": DRAFTING, "sampled_drafting": DRAFTING}
     here.run.manifest.bind("calibration.json", json.dumps(values))
-    _, tuning = load(here)
+    _, tuning = kept(here)
     policy = ExpectedGainPolicy(
         {"lookup": Acceptance((1.0,), (0.5,))}, PositionCosts({1: 1.0, 2: 1.5}, draft=0.01), 1.25
     )
     assert tuning.greedy == tuning.sampled == DrafterSelection(("lookup",), policy, 1.5)
     here.run.manifest.bind("calibration.json", json.dumps({**values, "weights": "0" * 64}))
     with refused(RunError, setting="weights", given="0" * 64):
-        load(replace(here))
+        kept(replace(here))
+
+
+def test_each_runtime_and_precision_has_its_own(here: LoadedTextRun) -> None:
+    """Costs of drafts and how often they are right differ between float32 and int8, torch and native."""
+    native, torch_ = (engine_of(here, name).runtime for name in ("native", "torch"))
+    int8 = engine_of(here, "native", "int8").runtime
+    pays, other = Tuning(PAYS, None, COSTS), replace(CALIBRATION, tokens=5)
+    store(here, native, CALIBRATION, pays)
+    for runtime, name in ((int8, "native int8"), (torch_, "torch float32")):
+        with refused(RunError, setting="precision", given=name) as caught:
+            load(here, runtime)
+        assert f"is calibrated for native float32, not for {name}; run: topograd calibrate" in str(
+            caught.value
+        )
+    store(here, int8, other, OFF)
+    assert load(here, native) == (CALIBRATION, pays)
+    assert load(here, int8) == (other, OFF)
+    store(replace(here, weights="0" * 64), int8, other, OFF)
+    with refused(RunError, setting="precision"):
+        load(replace(here, weights="0" * 64), native)
+
+
+def test_a_calibration_of_version_2_is_of_float32(here: LoadedTextRun) -> None:
+    """It did not say of which runtime, and it is kept beside newer ones."""
+    keep(here, CALIBRATION, OFF)
+    values = json.loads(here.run.calibration_file.read_text())
+    (entry,) = values.pop("entries").values()
+    here.run.manifest.bind("calibration.json", json.dumps({**values, **entry, "version": 2}))
+    here = replace(here)
+    int8 = engine_of(here, "native", "int8").runtime
+    for runtime in ("native", "torch"):
+        assert load(here, engine_of(here, runtime).runtime) == (CALIBRATION, OFF)
+    with refused(RunError, setting="precision"):
+        load(here, int8)
+    store(here, int8, CALIBRATION, Tuning(PAYS, None, COSTS))
+    assert load(here, int8)[1].greedy == PAYS
+    assert kept(here) == (CALIBRATION, OFF)
 
 
 def changed(path: str, value: object) -> Callable[[dict[str, Any]], object]:
-    """Kept values with another one at a path; None leaves it out."""
+    """Kept values with another one at a path, of the file or of its entry; None leaves it out."""
 
     def change(values: dict[str, Any]) -> object:
         *way, last = path.split(".")
-        inner = values
+        inner = values if path in values else next(iter(values["entries"].values()))
         for key in way:
             inner = inner[key]
         if value is None:
@@ -247,7 +293,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no calibration": changed("calibration", None),
     "another format": changed("format", "x"),
     "no format": changed("format", None),
-    "a later version": changed("version", 3),
+    "a later version": changed("version", 4),
+    "no entries": changed("entries", None),
+    "entries as a list": changed("entries", []),
     "a stage too few": changed("calibration.agreement", [0.5, 1.0]),
     "no tuning": changed("tuning", None),
     "a tuning of text": changed("tuning", "fast"),
@@ -267,7 +315,7 @@ def test_a_damaged_calibration_is_refused(
     here: LoadedTextRun, damage: Callable[[dict[str, Any]], object]
 ) -> None:
     """Bound by the run all the same: so wrote a version that we do not know."""
-    store(here, CALIBRATION, Tuning(PAYS, None, COSTS))
+    keep(here, CALIBRATION, Tuning(PAYS, None, COSTS))
     file = here.run.folder / "calibration.json"
     here.run.manifest.bind(file.name, json.dumps(damage(json.loads(file.read_text()))))
     refusal(here)

@@ -46,6 +46,6 @@ def test_a_folder_becomes_a_name(tmp_path: Path) -> None:
 
 
 def test_a_calibrated_model_knows_its_depths(served: ServedModel) -> None:
-    found = known_depths(served.model.session)
+    found = known_depths(served.model.session, served.model.engine.runtime)
     assert found[:4] == ["full", "prefix-1", "prefix-2", "prefix-3"]
     assert {"speculate", "wand-0.001"} <= set(found)

@@ -11,6 +11,7 @@ from topograd.decode.calibration.measure import Calibration, PositionCosts, held
 from topograd.decode.calibration.policy import ExpectedGainPolicy
 from topograd.decode.calibration.store import store
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
+from topograd.decode.depths import engine_of
 from topograd.decode.lookup import NGramTable
 from topograd.decode.retrofitted import KIND, retrofit_tensors
 from topograd.nn.draft_stage import DraftStage
@@ -38,5 +39,6 @@ def retrofitted_copy(source: Path, folder: Path) -> Path:
     readings = heldout_readings(session, heldout_text(session, None, 300))
     choice = DrafterSelection(("lookup", "table", "draft"), ExpectedGainPolicy(), 2.0)
     costs = PositionCosts({1: 0.5, 4: 0.75})
-    store(session, Calibration.of(readings, session.step), Tuning(choice, choice, costs))
+    tuning = Tuning(choice, choice, costs)
+    store(session, engine_of(session).runtime, Calibration.of(readings, session.step), tuning)
     return folder

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, RuntimeFlag, note, number, out, parse, print_json
+from topograd.cli.console import (
+    Json,
+    ModelArgument,
+    RuntimeFlag,
+    WeightsFlag,
+    note,
+    number,
+    out,
+    parse,
+    print_json,
+)
 from topograd.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
@@ -25,13 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure when a run's tokens may leave early and which drafts pay, and fit --depth pool and router; kept
-    in its calibration.json."""
+    """Measure when a run's tokens may leave early and which drafts pay, in a runtime and a precision, and fit
+    --depth pool and router; kept in its calibration.json, beside what was measured in others."""
 
     model: ModelArgument
     bytes: int = 200_000
     """Read at most this much held-out text, spaced evenly over it."""
     runtime: RuntimeFlag = None
+    weights: WeightsFlag = "float32"
     json: Json = False
 
 
@@ -58,18 +69,21 @@ def run(argv: list[str]) -> int:
             f"{session.run.folder} cannot be written, so nothing can be kept there", remedy="copy it first"
         )
     text = _text(session, args.bytes)
-    calibrating, measuring = heldout_readings(session, text, on_batch=counted("windows read")).split()
+    engine = engine_of(session, args.runtime, args.weights)
+    readings = heldout_readings(session, text, on_batch=counted("windows read"), engine=engine)
+    calibrating, measuring = readings.split()
     calibration = Calibration.of(calibrating, session.step)
     note("measuring what drafts cost on this machine")
-    engine = engine_of(session, args.runtime)
     tuning = tune(engine, text, open_retrofit(session) if has_retrofit(session) else None)
     note("fitting a pool of the exits")
     rows = range(len(text.inputs))
     pool = fit(ExitStates.read(session, text, rows[::2]))
-    store(session, calibration, tuning, pool)
+    store(session, engine.runtime, calibration, tuning, pool)
     note(f"kept in {session.run.calibration_file}")
     results = {
         "run": str(session.run.folder),
+        "runtime": engine.runtime.name,
+        "weights": engine.runtime.precision,
         **_measured(calibration),
         "rules": rules(calibration, measuring),
         "tuning": _tuned(tuning),
@@ -158,6 +172,7 @@ def _tuned(tuning: Tuning) -> dict[str, Any]:
 def _show(results: dict[str, Any]) -> None:
     console = out()
     head = f"{results['run']}: step {results['step']}, calibrated on {results['tokens']} tokens"
+    head += f" for {results['runtime']} {results['weights']}"
     console.print(head, soft_wrap=True)
     console.print(_transitions(results["transitions"]))
     console.print(_exits(results))

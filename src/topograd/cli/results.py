@@ -38,7 +38,7 @@ def stored_results(run: Run) -> dict[str, Any] | None:
 
 
 def measure_of(results: Mapping[str, Any]) -> str:
-    """What a run's predictions are judged by: bits per byte of text, or accuracy on images or hidden tokens."""
+    """What judges a run: bits per byte of text, or accuracy on images or hidden tokens."""
     return "accuracy" if "accuracy" in results else "bpb"
 
 

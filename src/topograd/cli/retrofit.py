@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -39,6 +39,8 @@ class Retrofit:
     """States that the stage reads: 1 of the last stage of the model, 3 of an early, a middle and the last."""
     slots: int = 1
     """Tokens that one pass of it guesses: 1 is one after the other, 4 a block at once."""
+    weights: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    """The precision that writes the text: the one to decode in, or the fastest, int8."""
     exits: tyro.conf.FlagCreatePairsOff[bool] = False
     """Teach the stages before the last to predict too, for prefix:J, wand and calibrate: minutes more."""
     seed: int = 0
@@ -55,9 +57,8 @@ def run(argv: list[str]) -> int:
     from topograd.runs.session import open_session
 
     training = DraftTraining(epochs=args.epochs, seed=args.seed)
-    config = RetrofitConfig(
-        args.tokens, args.vocabulary, args.depths, args.slots, OwnTextConfig(seed=args.seed), training
-    )
+    text = OwnTextConfig(seed=args.seed, weights=args.weights)
+    config = RetrofitConfig(args.tokens, args.vocabulary, args.depths, args.slots, text, training)
     session = open_session(args.folder)
     rows = min(config.text.rows, max(1, -(-args.tokens // config.text.length)))
     config = replace(config, text=replace(config.text, rows=rows))

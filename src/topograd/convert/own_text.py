@@ -40,6 +40,7 @@ from topograd.errors import ConfigError, DataError, RunError
 from topograd.files import hold_lock, read_json, saving_tensors, sync, write_json
 from topograd.limits import SEED, check_numbers
 from topograd.runs.tensor_files import tensors_digest
+from topograd.runtime.quantize import check_precision
 
 FORMAT = "topograd-own-text"
 VERSION = 1
@@ -65,9 +66,12 @@ class OwnTextConfig:
     rows: int = 32
     """Rows written side by side; a block."""
     seed: int = 0
+    weights: str = "float32"
+    """The precision that writes: that of the decoding which the text is for, or the fastest."""
 
     def __post_init__(self) -> None:
         check_numbers(self, length=(8, 2**20), rows=(1, 4096), seed=SEED)
+        check_precision(self.weights)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +168,8 @@ def _write(
     on_tokens: Callable[[int, int], None],
 ) -> OwnText:
     prompts = Prompts(session.tokenizer, read_corpus(data).train, config.text.seed)
-    engine = engine_of(session)
-    length = min(config.text.length, engine.context)
-    shape = OwnTextConfig(length, config.text.rows, config.text.seed)
+    engine = engine_of(session, weights=config.text.weights)
+    shape = replace(config.text, length=min(config.text.length, engine.context))
     return write_own_text(work, engine, prompts, session.weights, config.tokens, shape, on_tokens)
 
 

@@ -9,7 +9,7 @@ shrinkage             every exit, pooled by how sure it is
 wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
                       sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
 speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
-                      it has none
+                      it has none of this runtime and precision
 speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most
                       (`calibration/policy.py`):
     N, N:MARGIN       at most N tokens by the first stage, while its margin is above MARGIN
@@ -24,6 +24,7 @@ stage, N and a run guess the tokens of its vocabulary only; N@all, FOLDER@all gu
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -39,6 +40,7 @@ from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runtime.choice import runtime_of
 from topograd.runtime.native.kept import keep, open_kept, place_of
 from topograd.runtime.native.runtime import NativeRuntime
+from topograd.runtime.protocol import Runtime
 from topograd.runtime.quantize import Precision, check_precision, load_weights, weights_file
 from topograd.topology.branches import parse_branches, parse_path
 
@@ -140,7 +142,7 @@ def strategy_of(
         from topograd.decode.calibration.store import load as load_calibration
 
         check_exits(session.plan)
-        return _wand(depth, rest, load_calibration(session)[0], engine)
+        return _wand(depth, rest, load_calibration(session, engine.runtime)[0], engine)
     if kind == "speculate":
         return _speculate(depth, rest, session, engine, greedy, draft, costs)
     raise ConfigError(
@@ -152,17 +154,25 @@ def strategy_of(
     )
 
 
-def default_depth(session: LoadedTextRun) -> str:
-    """Speculation where the run is calibrated and it pays; else full. Both write the same."""
+def default_depth(session: LoadedTextRun, runtime: Runtime) -> str:
+    """Speculation where the run is calibrated for this and it pays; else full. Both write the same."""
     if not session.run.calibration_file.exists():
         return "full"
     from topograd.decode.calibration.store import load as load_calibration
 
     try:
-        _, tuning = load_calibration(session)
-    except RunError:
+        _, tuning = load_calibration(session, runtime)
+    except RunError as problem:
+        _say_other_precision(session, problem, "full depth")
         return "full"
     return "full" if tuning.greedy is None else "speculate"
+
+
+def _say_other_precision(session: LoadedTextRun, problem: RunError, instead: str) -> None:
+    """A line, once for an open run, where it is calibrated for other precisions or runtimes alone."""
+    if problem.setting == "precision":
+        warn = logging.getLogger("topograd").warning
+        session.once(str(problem), lambda: warn("topograd: %s; this is %s", problem, instead))
 
 
 def speculation_of(
@@ -217,10 +227,15 @@ def _speculate(
     from topograd.decode.speculation import Speculate
 
     if not rest and draft is None:
+        rest = "lookup"  # needs neither a measurement nor a second exit
         if session.run.calibration_file.exists():
             check_exits(session.plan)
-            return speculation_of(session, engine, load_calibration(session)[1], greedy)
-        rest = "lookup"  # needs neither a measurement nor a second exit
+            try:
+                return speculation_of(session, engine, load_calibration(session, engine.runtime)[1], greedy)
+            except RunError as problem:
+                if problem.setting != "precision":
+                    raise
+                _say_other_precision(session, problem, "lookup")
     usual = ["lookup", "draft"] if is_adapter(str(draft)) else [str(draft)]
     drafters = [
         _drafter(depth, word, session, engine, draft) for word in (rest.split("+") if rest else usual)

@@ -140,7 +140,7 @@ class Model:
         engine = self.engine  # laid out once for all texts, so it is not of this one's time
         began = time.perf_counter()
         if depth is None:
-            depth = default_depth(self.session) if draft is None else "speculate"
+            depth = default_depth(self.session, engine.runtime) if draft is None else "speculate"
         key = depth, sampling.greedy, str(draft)
         if key not in self._strategies:
             if len(self._strategies) == MAX_STRATEGIES:

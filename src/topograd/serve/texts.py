@@ -30,6 +30,7 @@ from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
+from topograd.runtime.protocol import Runtime
 from topograd.serve.disk_cache import PromptCache
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.request_schema import RequestError
@@ -74,7 +75,7 @@ class ServedModel:
         self.vocab = session.config.model.vocab
         self.fingerprint = f"topograd-{session.weights[:12]}"
         self.stop_ids = self.tokenizer.stop_tokens
-        self.depths = known_depths(session)
+        self.depths = known_depths(session, self.model.engine.runtime)
         """What /v1/models lists: a calibration is read here, and not while requests wait."""
         self.max_text = SLACK * self.context * max(map(len, self.tokenizer.pieces))
         """Bytes of a text that may fit into the context; a longer one is not tokenised to find that out."""
@@ -335,12 +336,12 @@ def depth_of_suffix(suffix: str) -> str:
     return f"{kind}:{rest}"
 
 
-def known_depths(session: LoadedTextRun) -> list[str]:
+def known_depths(session: LoadedTextRun, runtime: Runtime) -> list[str]:
     """The depths that /v1/models lists, as suffixes of a model id."""
     exits = len(session.plan.predicting())
     depths = ["full", *(f"prefix-{j}" for j in range(1, exits)), "speculate", "speculate-lookup"]
     try:
-        load_calibration(session)
+        load_calibration(session, runtime)
         depths += ["wand", "wand-0.001", "wand-0.01"]
         open_pool(session, "pool")
         return [*depths, "pool", "router"]

@@ -1,15 +1,19 @@
-"""The file calibration.json of a run: versioned, verified, bound to weights and exits.
+"""The file calibration.json of a run: an entry for each runtime and precision, bound to weights and exits.
 
-    {"format", "version", "weights", "exits",
-     "calibration": the numbers of `measure.Calibration`, a threshold of infinity as null,
-     "tuning": {"greedy", "sampled": drafters, policy and predicted speedup, or null; "costs"},
+    {"format", "version", "weights", "exits", "entries": {"native int8":
+         {"calibration": the numbers of `measure.Calibration`, a threshold of infinity as null,
+          "tuning": {"greedy", "sampled": drafters, policy and predicted speedup, or null; "costs"}}},
      "pool": what `exit_pool.ExitWeights` has, or null}
 
 `weights` is the digest of the weights that were read, `exits` that of the adapter whose translators were.
+What drafts cost and how often they are right is another in int8 than in float32, so no entry serves another
+precision or runtime.
 
-Version 1 (up to 0.2) is converted. Where it has a margin rule for a prefix (draft while the margin is above a
-threshold), its stage becomes a drafter whose acceptances are those of the margins that the file kept; its
-cost of a round with d drafts, (d + 1) draft + deep(d + 1), becomes verify(m) = deep(m) + draft, keep = draft.
+Versions 1 (up to 0.2) and 2 kept one calibration, of float32, and did not say of which runtime: it is read
+for each of them. Version 1 is converted. Where it has a margin rule for a prefix (draft while the margin is
+above a threshold), its stage becomes a drafter whose acceptances are those of the margins that the file kept;
+its cost of a round with d drafts, (d + 1) draft + deep(d + 1), becomes verify(m) = deep(m) + draft, keep =
+draft.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,37 +36,66 @@ from topograd.decode.retrofitted import exits_digest
 from topograd.errors import RunError
 from topograd.files import dump_json, read_json
 from topograd.runs.session import LoadedTextRun
+from topograd.runtime.protocol import Runtime
 
 FORMAT = "topograd-calibration"
-VERSION = 2
+VERSION = 3
+ANY_RUNTIME = "float32"
+"""The entry of an older file."""
 CALIBRATION = "calibration"
 """What an open run remembers it by."""
 
 
 def store(
-    session: LoadedTextRun, calibration: Calibration, tuning: Tuning, pool: ExitWeights | None = None
+    session: LoadedTextRun,
+    runtime: Runtime,
+    calibration: Calibration,
+    tuning: Tuning,
+    pool: ExitWeights | None = None,
 ) -> None:
-    """Keep a calibration with its run, whole or not at all, with the weights that it is of."""
-    values = {
-        "format": FORMAT,
-        "version": VERSION,
-        "weights": session.weights,
-        "exits": exits_digest(session),
-        "calibration": calibration_dict(calibration),
-        "tuning": tuning_dict(tuning),
-        "pool": None if pool is None else pool.as_dict(),
+    """Keep a calibration with its run, whole or not at all, beside those of other precisions and runtimes.
+
+    Those of other weights or exits are dropped. A pool is of the weights alone, so one serves them all.
+    """
+    own = {"weights": session.weights, "exits": exits_digest(session)}
+    entries, kept = {}, None
+    with suppress(RunError):
+        file = _read(session, "")
+        entries, kept = (file.entries, file.pool) if file.about == own else ({}, None)
+    entries |= {entry_name(runtime): (calibration, tuning)}
+    values = {"format": FORMAT, "version": VERSION, **own}
+    values["entries"] = {
+        name: {"calibration": calibration_dict(read), "tuning": tuning_dict(tuned)}
+        for name, (read, tuned) in entries.items()
     }
+    values["pool"] = kept if pool is None else pool.as_dict()
     session.run.manifest.bind(session.run.calibration_file.name, dump_json(values))
     session.remembered.pop(CALIBRATION, None)
 
 
-def load(session: LoadedTextRun) -> tuple[Calibration, Tuning]:
-    """The run's calibration, read once for an open run; RunError where it has none of these weights."""
-    again = f"run: topograd calibrate {session.run.folder}"
-    if not session.run.calibration_file.exists():
-        raise RunError(f"{session.run.folder} is not calibrated", setting="calibration", remedy=again)
-    values, calibration, tuning = session.once(CALIBRATION, lambda: _read(session, again))
-    exits = len(session.plan.predicting())
+def entry_name(runtime: Runtime) -> str:
+    """What a calibration of this runtime and its precision is called in the file."""
+    return f"{runtime.name} {runtime.precision}"
+
+
+def load(session: LoadedTextRun, runtime: Runtime) -> tuple[Calibration, Tuning]:
+    """The run's calibration for a runtime and its precision, read once for an open run.
+
+    RunError where there is none, with the `setting` "precision" where there are others, or of other weights.
+    """
+    file, again = _file(session), _again(session)
+    wanted = entry_name(runtime)
+    found = file.entries.get(wanted)
+    if found is None and runtime.precision == "float32":
+        found = file.entries.get(ANY_RUNTIME)
+    if found is None:
+        raise RunError(
+            f"{session.run.folder} is calibrated for {', '.join(file.entries)}, not for {wanted}",
+            setting="precision",
+            given=wanted,
+            remedy=f"{again} --runtime {runtime.name} --weights {runtime.precision}",
+        )
+    calibration, exits = found[0], len(session.plan.predicting())
     if calibration.step != session.step or calibration.stages != exits:
         raise RunError(
             f"the calibration of {session.run.folder} is of step {calibration.step} and "
@@ -69,19 +104,27 @@ def load(session: LoadedTextRun) -> tuple[Calibration, Tuning]:
             given=calibration.step if calibration.step != session.step else calibration.stages,
             remedy=again,
         )
-    weights = values.get("weights", session.weights)  # versions before 0.2 did not keep them
-    for name, given, own, what in (
-        ("weights", weights, session.weights, "other weights"),
-        ("exits", values.get("exits"), exits_digest(session), "other exits (draft/)"),
+    return found
+
+
+def _file(session: LoadedTextRun) -> _File:
+    """What the run keeps, read once; RunError where there is nothing, or of other weights or exits."""
+    again = _again(session)
+    if not session.run.calibration_file.exists():
+        raise RunError(f"{session.run.folder} is not calibrated", setting="calibration", remedy=again)
+    file = session.once(CALIBRATION, lambda: _read(session, again))
+    for name, own, what in (
+        ("weights", session.weights, "other weights"),
+        ("exits", exits_digest(session), "other exits (draft/)"),
     ):
-        if given != own:
+        if file.about[name] != own:
             raise RunError(
                 f"the calibration of {session.run.folder} is of {what}",
                 setting=name,
-                given=given,
+                given=file.about[name],
                 remedy=again,
             )
-    return calibration, tuning
+    return file
 
 
 def open_pool(session: LoadedTextRun, kind: Kind) -> ExitPool:
@@ -89,9 +132,7 @@ def open_pool(session: LoadedTextRun, kind: Kind) -> ExitPool:
     check_exits(session.plan)
     if kind == "shrinkage":
         return ExitPool(kind, session.plan, None)
-    load(session)  # which says what does not fit
-    again = f"run: topograd calibrate {session.run.folder}"
-    values = session.once(CALIBRATION, lambda: _read(session, again))[0].get("pool")
+    values, again = _file(session).pool, _again(session)
     if values is None:
         raise RunError(
             f"the calibration of {session.run.folder} has no pool", setting="pool", given=None, remedy=again
@@ -117,7 +158,22 @@ def _pool_of(values: Any, session: LoadedTextRun, again: str) -> ExitWeights:
         ) from None
 
 
-def _read(session: LoadedTextRun, again: str) -> tuple[dict[str, Any], Calibration, Tuning]:
+def _again(session: LoadedTextRun) -> str:
+    return f"run: topograd calibrate {session.run.folder}"
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a run keeps."""
+
+    about: dict[str, Any]
+    """The digests of the weights and of the exits that were read."""
+    entries: dict[str, tuple[Calibration, Tuning]]
+    pool: Any
+    """As JSON holds it; None where none was fitted."""
+
+
+def _read(session: LoadedTextRun, again: str) -> _File:
     """The file's values, and what they say."""
     file = session.run.calibration_file
     session.run.manifest.verify(file.name)
@@ -129,11 +185,18 @@ def _read(session: LoadedTextRun, again: str) -> tuple[dict[str, Any], Calibrati
         about = values if "format" in values else inner if isinstance(inner, dict) else {}  # version 1
         if about.get("format") != FORMAT:
             raise RunError(f"it does not name the format {FORMAT!r}")
-        if about.get("version") not in (1, VERSION):
-            raise RunError(f"it has version {about.get('version')!r}, this program reads 1 and {VERSION}")
-        calibration = calibration_of(inner)
-        tuning = values["tuning"]
-        return values, calibration, tuning_of(tuning if about is values else _from_version_1(tuning, inner))
+        version = about.get("version")
+        if version not in (1, 2, VERSION):
+            raise RunError(f"it has version {version!r}, this program reads 1, 2 and {VERSION}")
+        if version == 1:
+            values["tuning"] = _from_version_1(values["tuning"], inner)
+        each = values["entries"] if version == VERSION else {ANY_RUNTIME: values}
+        entries = {
+            str(name): (calibration_of(entry["calibration"]), tuning_of(entry["tuning"]))
+            for name, entry in each.items()
+        }
+        weights = values.get("weights", session.weights)  # versions before 0.2 did not keep them
+        return _File({"weights": weights, "exits": values.get("exits")}, entries, values.get("pool"))
     except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as problem:
         raise RunError(
             f"{file} is damaged ({problem})", setting="calibration", given=file, remedy=again
