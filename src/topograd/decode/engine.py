@@ -82,6 +82,7 @@ class Engine:
         """The stages that predict."""
         self.translators = functools.cache(translators)
         self._last_head = self.plan.stages[self.plan.last].head
+        self._reader = self.reader(self.runtime)
 
     @property
     def last(self) -> int:
@@ -171,7 +172,7 @@ class Engine:
         """
         terms = self.plan.prediction.after(stage)
         hidden = {each: batch[0].cache.hidden(batch, each, counts) for each, _ in terms}
-        return predict(self.reader(self.runtime), self.plan, hidden, terms, tokens)
+        return predict(self._reader, self.plan, hidden, terms, tokens)
 
     def translator(self, head: int) -> Translator | None:
         """What an exit with this head is read through; None for the last, and where it is read as it is."""

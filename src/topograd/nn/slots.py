@@ -126,6 +126,9 @@ class PlaceTable:
 class SlotBuffer:
     """Numbers of every position of every sequence: (slots, *lead, room, *tail) for each room."""
 
+    version = object()
+    """Another one each time that the memory of any buffer is replaced: addresses are good until then."""
+
     def __init__(
         self, lead: tuple[int, ...], tail: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -143,6 +146,7 @@ class SlotBuffer:
                 larger[: len(buffer)] = buffer
             self.rooms[room] = buffer = larger
             self._arrays.pop(room, None)
+            SlotBuffer.version = object()
         return buffer
 
     def array(self, room: int, slots: int) -> NDArray[Any]:
@@ -171,6 +175,7 @@ class SlotBuffer:
         """Make a room larger, for all sequences in it."""
         buffer = self.rooms.pop(old, None)
         self._arrays.pop(old, None)
+        SlotBuffer.version = object()
         if buffer is not None:
             self.at(new, len(buffer)).narrow(1 + len(self.lead), 0, old).copy_(buffer)
 
@@ -179,6 +184,7 @@ class SlotBuffer:
         for room in [room for room in self.rooms if room not in rooms]:
             del self.rooms[room]
             self._arrays.pop(room, None)
+            SlotBuffer.version = object()
 
 
 @dataclass(eq=False)

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from topograd.nn.capabilities import operator_form
 from topograd.nn.heads import cap
+from topograd.nn.mamba.mamba2 import Mamba2Mixer
+from topograd.nn.mamba.mamba3 import Mamba3Mixer
 from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.attention import check_reach
-from topograd.nn.transformer.block import Block
+from topograd.nn.transformer.block import Block, MixerBlock
 from topograd.nn.transformer.parts import EPSILON
 from topograd.runtime.quantize import Quantized, dequantize
 from topograd.topology.plan import PlannedStage
@@ -32,13 +34,14 @@ if TYPE_CHECKING:
     from topograd.nn.transformer.stack import Transformer
 
 
-def unsupported_reason(stack: Stack) -> str | None:
-    """Why a stack cannot be read part by part; None where it can."""
+def unsupported_reason(stack: Stack, recurrent: bool = False) -> str | None:
+    """Why a stack cannot be read part by part, with `recurrent` mixers or without; None where it can."""
     form = operator_form(stack)
     if form is None:
         return f"a stack of the kind {type(stack).__name__} is not made of transformer blocks"
     for layer in form.layers:
-        if type(layer) is not Block:
+        mixer = layer.mixer if type(layer) is MixerBlock and layer.mlp is None else None
+        if type(layer) is not Block and not (recurrent and isinstance(mixer, Mamba2Mixer | Mamba3Mixer)):
             return f"{type(getattr(layer, 'mixer', layer)).__name__} layers are not transformer blocks"
     weight = form.embedding.weight
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -57,6 +60,8 @@ class OperatorRuntime(ABC):
         traits = self.stack.config.traits  # made anew at each look
         self._normed, self._learned = traits.normed_embedding, traits.learned_positions
         tables = (self.stack.embedding, self.stack.previous)
+        self._read: dict[int, tuple[int, tuple[Tensor, Tensor] | None]] = {}
+        """By stage, whose matrix its logits are read by, and what is added to it."""
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
@@ -81,13 +86,13 @@ class OperatorRuntime(ABC):
 
     def shapes(self, planned: PlannedStage) -> dict[int, tuple[int, int]]:
         """By layer, how many heads of keys and values a stage caches, and how wide they are."""
-        each: list[tuple[int, Any]] = [(i, self.stack.layers[i].attention) for i in planned.layers]
-        return {i: (a.kv_heads, a.head_width) for i, a in each}
+        each: list[tuple[int, Any]] = [(i, self.stack.layers[i]) for i in planned.layers]
+        attend = [(i, layer.attention) for i, layer in each if isinstance(layer, Block)]
+        return {i: (a.kv_heads, a.head_width) for i, a in attend}
 
     def _head_width(self) -> int:
-        a: Any = self.stack.layers[0].attention
-        width: int = a.head_width
-        return width
+        """0 where no layer attends."""
+        return next((each.attention.head_width for each in self.stack.layers if isinstance(each, Block)), 0)
 
     def rotations(self, reach: int) -> dict[str, NDArray[np.float32]]:
         """Cosines and sines of the first `reach` positions, for each kind of rotation."""
@@ -113,11 +118,14 @@ class OperatorRuntime(ABC):
         return logits.view(*h.shape[:-1], -1)
 
     def _logits(self, flat: Tensor, stage: int) -> Tensor:
-        if (factors := self._factors(stage)) is not None:  # W x + U (V x): all of them share W
-            up, down = factors
-            x = self.stack.normalize(flat)
-            return self._product(flat, -1).addmm_(F.linear(x, down), up.t())
-        return self._product(flat, stage if self.stack.has_head(stage) else -1)
+        if stage not in self._read:  # to ask the modules for each token takes long
+            own = stage if self.stack.has_head(stage) else -1
+            self._read[stage] = own, self._factors(stage)
+        own, factors = self._read[stage]
+        if factors is None:
+            return self._product(flat, own)
+        up, down = factors  # W x + U (V x): all of them share W
+        return self._product(flat, -1).addmm_(F.linear(self.stack.normalize(flat), down), up.t())
 
     def _factors(self, stage: int) -> tuple[Tensor, Tensor] | None:
         """(U, V) of a stage that reads the shared matrix and adds to it; None where its matrix is its own."""
