@@ -11,7 +11,7 @@ setup(
             [f"{FOLDER}/kernels.cpp"],
             depends=[
                 f"{FOLDER}/{name}.h"
-                for name in ("layout", "panels", "threads", "vectors", "tiles", "rows", "stage")
+                for name in ("layout", "panels", "threads", "vectors", "tiles", "rows", "mamba", "stage")
             ],
             extra_compile_args=[
                 *("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-g0"),

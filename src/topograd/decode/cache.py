@@ -16,7 +16,8 @@ full model would have.
 
 A batch is any sequences of the cache, of any lengths: their pending positions run packed, one pass over the
 weights for all (`nn/slots.py`). Where a runtime takes arrays and stages pass hidden states on as they are,
-no tensor is made between them: in a small model that costs as much as a stage.
+no tensor is made between them: in a small model that costs as much as a stage. Where it can, stages that have
+run equally far are one call.
 
 Cost: beside the states, one hidden state per position and port. Use it inside `torch.inference_mode()`.
 Limits: in float32 the last bits of a product depend on how many rows it has, so near-ties may fall
@@ -36,7 +37,14 @@ from topograd.decode.sequence import Sequence
 from topograd.errors import StackError
 from topograd.nn.host_numbers import send
 from topograd.nn.slots import ArrayBuffer, Place, PlaceTable, SlotBuffer, Spans
-from topograd.runtime.protocol import ArrayRuntime, ArrayStageCache, Runtime, TorchRuntime, device_of
+from topograd.runtime.protocol import (
+    ArrayRuntime,
+    ArrayStageCache,
+    ChainStageCache,
+    Runtime,
+    TorchRuntime,
+    device_of,
+)
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 
@@ -80,6 +88,11 @@ class Cache:
             (stage, source) if isinstance(stage, ArrayStageCache) and source is not None else None
             for stage, source in zip(self.stages, sources, strict=True)
         ]
+        self._chains = all(isinstance(stage, ChainStageCache) for stage in self.stages)
+        self._chained = [
+            self._chain_source(planned, source) for planned, source in zip(plan.stages, sources, strict=True)
+        ]
+        """Of each stage, the one that it may run as one call with."""
 
     @property
     def stack(self) -> Stack:
@@ -269,12 +282,29 @@ class Cache:
 
     def run(self, batch: Batch, stage: int) -> None:
         """Run what is pending before `stage` and before the stages that it reads, each as one batch."""
-        for index in self._reads[stage]:
+        reads, at = self._reads[stage], 0
+        while at < len(reads):
+            index = reads[at]
             waiting = [s for s in batch if s.marks[index] < len(s.tokens)]
+            stop = at + 1
+            while stop < len(reads) and self._follows(reads[stop - 1], reads[stop], batch):
+                stop += 1
             if waiting:
-                self._run(waiting, index)
+                self._run(waiting, index, reads[at + 1 : stop])
+            at = stop
 
-    def _run(self, batch: list[Sequence], stage: int) -> None:
+    def _chain_source(self, planned: PlannedStage, source: Key | None) -> int | None:
+        """The stage that a stage may run as one call with: both have layers and send states as they are."""
+        if not self._chains or not isinstance(source, EdgeOutput) or self._arrays[source.source] is None:
+            return None
+        return source.source if planned.layers and self.plan.stages[source.source].layers else None
+
+    def _follows(self, stage: int, behind: int, batch: Batch) -> bool:
+        """Whether a stage may run as one call with the one before it: both have run equally far."""
+        return self._chained[behind] == stage and all(s.marks[stage] == s.marks[behind] for s in batch)
+
+    def _run(self, batch: list[Sequence], stage: int, behind: abc.Sequence[int]) -> None:
+        """A stage, and those `behind` it that run as one call with it."""
         if len(batch) > 1:
             batch.sort(key=lambda sequence: sequence.place.key)
         whole = self.stages[stage].from_start
@@ -283,7 +313,10 @@ class Cache:
         spans = self._spans(batch, starts, [b - a for a, b in zip(starts, stops, strict=True)])
         arrays = self._arrays[stage]
         if arrays is not None:
-            self._run_arrays(batch, stage, spans, *arrays)
+            if spans.tokens is None:
+                each = zip(batch, spans.starts, spans.counts, strict=True)
+                spans.tokens = [token for s, start, n in each for token in s.tokens[start : start + n]]
+            self._run_arrays([stage, *behind], spans, *arrays)
         elif whole:
             self._run_from_start(batch, stage, spans)
         else:
@@ -297,7 +330,8 @@ class Cache:
             h, sent = run_stage(self.stack, self.plan.stages[stage], received, ctx, self.stages[stage])
             self._keep(stage, h, sent, spans.write)
         for sequence, stop in zip(batch, stops, strict=True):
-            sequence.marks[stage] = stop
+            for index in (stage, *behind):
+                sequence.marks[index] = stop
 
     def _run_from_start(self, batch: list[Sequence], stage: int, spans: Spans) -> None:
         """A stage that keeps nothing: its whole prefix, for sequences of one length at a time."""
@@ -316,20 +350,20 @@ class Cache:
             h, sent = run_stage(self.stack, self.plan.stages[stage], received, ctx, self.stages[stage])
             self._keep(stage, h, sent, group.write)
 
-    def _run_arrays(
-        self, batch: list[Sequence], stage: int, spans: Spans, cache: ArrayStageCache, source: Key
-    ) -> None:
-        """A stage that reads another as it is, in a runtime that takes arrays."""
-        if spans.tokens is None:
-            each = zip(batch, spans.starts, spans.counts, strict=True)
-            spans.tokens = [token for s, start, n in each for token in s.tokens[start : start + n]]
-        x0 = spans.read_array(self._arrayed(EMBEDDING))
-        h = x0 if source == EMBEDDING else spans.read_array(self._arrayed(source))
-        values = cache.run_arrays(h, x0, spans)
-        buffer = self._array_buffer(stage, values.shape[1:])
-        spans.write_array(buffer, values)
-        for port in self.plan.stages[stage].outputs:
-            self.outputs[port] = buffer
+    def _run_arrays(self, stages: list[int], spans: Spans, cache: Any, source: Key) -> None:
+        """A chain of stages, of which the first reads another as it is, in a runtime that takes arrays."""
+        embedding, read = self._arrayed(EMBEDDING), self._arrayed(source)
+        buffers = [self._array_buffer(stage, embedding.tail) for stage in stages]
+        if self._chains:
+            behind: abc.Sequence[Any] = [self.stages[stage] for stage in stages[1:]]
+            cache.run_chain(behind, [read, embedding, *buffers], spans)
+        else:
+            x0 = spans.read_array(embedding)
+            h = x0 if source == EMBEDDING else spans.read_array(read)
+            spans.write_array(buffers[0], cache.run_arrays(h, x0, spans))
+        for stage, buffer in zip(stages, buffers, strict=True):
+            for port in self.plan.stages[stage].outputs:
+                self.outputs[port] = buffer
 
     def _keep(self, stage: int, h: Tensor, sent: dict[EdgeOutput, Tensor], write: Any) -> None:
         write(self._buffer(stage, h.shape[2:], h.dtype), h)
@@ -390,7 +424,7 @@ class Cache:
                     given=count,
                     remedy="run it first",
                 )
-        order = sorted(range(len(batch)), key=lambda i: batch[i].place.key)
+        order = sorted(range(len(batch)), key=lambda i: batch[i].place.key) if len(batch) > 1 else [0]
         rows = [batch[i] for i in order]
         starts = [batch[i].marks[stage] - counts[i] for i in order]
         return order, self._spans(rows, starts, [counts[i] for i in order], keep=False)

@@ -94,6 +94,7 @@ class Engine:
         """The stages that predict."""
         self.translators = functools.cache(translators)
         self._last_head = self.plan.stages[self.plan.last].head
+        self._reader = self.reader(self.runtime)
 
     @property
     def stack(self) -> Stack:
@@ -195,7 +196,7 @@ class Engine:
 
         terms = self.plan.prediction.after(stage)
         hidden = {each: batch[0].cache.hidden(batch, each, counts) for each, _ in terms}
-        return predict(self.reader(self.runtime), self.plan, hidden, terms, tokens)
+        return predict(self._reader, self.plan, hidden, terms, tokens)
 
     def next_tokens(self, batch: Batch, stage: int) -> list[int]:
         """What each sequence writes next by the exit after `stage`, which has run."""

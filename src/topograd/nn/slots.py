@@ -178,6 +178,9 @@ class SlotBuffer:
 class ArrayBuffer(SlotBuffer):
     """The same in float32 on a CPU, in arrays: torch is imported where a tensor of them is asked for."""
 
+    version = object()
+    """Another one each time that the memory of any buffer is replaced: addresses are good until then."""
+
     def __init__(self, lead: tuple[int, ...], tail: tuple[int, ...]) -> None:
         self.lead, self.tail = lead, tail
         self.rooms: dict[int, NDArray[np.float32]] = {}
@@ -195,6 +198,7 @@ class ArrayBuffer(SlotBuffer):
             if array is not None:
                 larger[: len(array)] = array
             self.rooms[room] = array = larger
+            ArrayBuffer.version = object()
         return array
 
     def copy(self, source: Place, target: Place, length: int, slots: int) -> None:
@@ -209,9 +213,14 @@ class ArrayBuffer(SlotBuffer):
 
     def grow(self, old: int, new: int) -> None:
         array = self.rooms.pop(old, None)
+        ArrayBuffer.version = object()
         if array is not None:
             axis = 1 + len(self.lead)
             np.moveaxis(self.array(new, len(array)), axis, 0)[:old] = np.moveaxis(array, axis, 0)
+
+    def keep_rooms(self, rooms: Sequence[int]) -> None:
+        super().keep_rooms(rooms)
+        ArrayBuffer.version = object()
 
 
 def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:

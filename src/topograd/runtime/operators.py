@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from topograd.nn.stack import LayerContext, Stack
-    from topograd.nn.transformer.parts import EPSILON
     from topograd.nn.transformer.stack import Transformer
 
 
@@ -31,18 +30,21 @@ EPSILON = np.finfo(np.float32).eps
 """As torch.nn.functional.rms_norm has it."""
 
 
-def unsupported_reason(stack: Stack) -> str | None:
-    """Why a stack cannot be read part by part; None where it can."""
+def unsupported_reason(stack: Stack, recurrent: bool = False) -> str | None:
+    """Why a stack cannot be read part by part, with `recurrent` mixers or without; None where it can."""
     import torch
 
     from topograd.nn.capabilities import operator_form
-    from topograd.nn.transformer.block import Block
+    from topograd.nn.mamba.mamba2 import Mamba2Mixer
+    from topograd.nn.mamba.mamba3 import Mamba3Mixer
+    from topograd.nn.transformer.block import Block, MixerBlock
 
     form = operator_form(stack)
     if form is None:
         return f"a stack of the kind {type(stack).__name__} is not made of transformer blocks"
     for layer in form.layers:
-        if type(layer) is not Block:
+        mixer = layer.mixer if type(layer) is MixerBlock and layer.mlp is None else None
+        if type(layer) is not Block and not (recurrent and isinstance(mixer, Mamba2Mixer | Mamba3Mixer)):
             return f"{type(getattr(layer, 'mixer', layer)).__name__} layers are not transformer blocks"
     weight = form.embedding.weight
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -66,6 +68,7 @@ class OperatorRuntime(ABC):
         self.scale = self.stack.config.width**0.5 if traits.scaled_embedding else None
         tables = (self.stack.embedding, self.stack.previous)
         self.tables = [table.weight.detach().numpy() for table in tables if table is not None]
+        self._read: dict[int, tuple[int, tuple[Tensor, Tensor] | None]] = {}
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         return self.stack.embed(inputs, previous)
@@ -93,13 +96,17 @@ class OperatorRuntime(ABC):
 
     def shapes(self, planned: PlannedStage) -> dict[int, tuple[int, int]]:
         """By layer, how many heads of keys and values a stage caches, and how wide they are."""
-        each: list[tuple[int, Any]] = [(i, self.stack.layers[i].attention) for i in planned.layers]
-        return {i: (a.kv_heads, a.head_width) for i, a in each}
+        from topograd.nn.transformer.block import Block
+
+        each: list[tuple[int, Any]] = [(i, self.stack.layers[i]) for i in planned.layers]
+        attend = [(i, layer.attention) for i, layer in each if isinstance(layer, Block)]
+        return {i: (a.kv_heads, a.head_width) for i, a in attend}
 
     def _head_width(self) -> int:
-        a: Any = self.stack.layers[0].attention
-        width: int = a.head_width
-        return width
+        """0 where no layer attends."""
+        from topograd.nn.transformer.block import Block
+
+        return next((each.attention.head_width for each in self.stack.layers if isinstance(each, Block)), 0)
 
     def rotations(self, reach: int) -> dict[str, NDArray[np.float32]]:
         """Cosines and sines of the first `reach` positions, for each kind of rotation."""
@@ -133,11 +140,17 @@ class OperatorRuntime(ABC):
     def _logits(self, flat: Tensor, stage: int) -> Tensor:
         import torch.nn.functional as F
 
-        if (factors := self._factors(stage)) is not None:  # W x + U (V x): all of them share W
-            up, down = factors
-            x = self.stack.normalize(flat)
-            return self._product(flat, -1).addmm_(F.linear(x, down), up.t())
-        return self._product(flat, self._which(stage))
+        which, factors = self._read_by(stage)
+        if factors is None:
+            return self._product(flat, which)
+        up, down = factors  # W x + U (V x): all of them share W
+        return self._product(flat, -1).addmm_(F.linear(self.stack.normalize(flat), down), up.t())
+
+    def _read_by(self, stage: int) -> tuple[int, tuple[Tensor, Tensor] | None]:
+        """Whose matrix a stage's logits are read by, and what is added to it."""
+        if stage not in self._read:  # to ask the modules for each token takes long
+            self._read[stage] = self._which(stage), self._factors(stage)
+        return self._read[stage]
 
     def _which(self, stage: int) -> int:
         """The stage whose matrix a stage reads; -1 is the one that those without their own share."""
@@ -162,8 +175,8 @@ class OperatorRuntime(ABC):
 
         from topograd.nn.heads import cap
 
-        factors = self._factors(stage)
-        packed = self.made.get("head" if factors is not None else self._head_name(stage))
+        which, factors = self._read_by(stage)
+        packed = self.made.get("head" if factors is not None or which < 0 else f"head.{which}")
         if packed is None:
             return self.stack.readout(flat, stage, rows)
         head, x = self.stack.head, self.stack.normalize(flat)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from topograd.exec.stage_cache import StageCache
-    from topograd.nn.slots import Spans
+    from topograd.nn.slots import ArrayBuffer, Spans
     from topograd.nn.stack import LayerContext, Stack
 
 
@@ -40,6 +40,17 @@ class ArrayStageCache(Protocol):
 
     def run_arrays(self, h: NDArray[Any], x0: NDArray[Any], spans: Spans) -> NDArray[Any]:
         """The stage's last hidden states (N, width) of packed positions; overwritten by the next run."""
+
+
+@runtime_checkable
+class ChainStageCache(Protocol):
+    """A stage's cache that runs the stages behind it too, as one call."""
+
+    def run_chain(self, behind: Sequence[Any], states: Sequence[ArrayBuffer], spans: Spans) -> None:
+        """Run this stage and those `behind` it, each of which reads the last hidden states of the one before.
+
+        `states` are float32 hidden states: what this stage reads, x0, and what each of them writes.
+        """
 
 
 @runtime_checkable

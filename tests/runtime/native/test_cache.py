@@ -17,7 +17,7 @@ from topograd.nn.transformer.stack import Transformer
 from topograd.runtime.native import library
 from topograd.runtime.native.cache import NativeStageCache
 from topograd.runtime.native.runtime import NativeRuntime
-from topograd.runtime.protocol import ArrayRuntime, ArrayStageCache
+from topograd.runtime.protocol import ArrayRuntime, ArrayStageCache, ChainStageCache
 
 if library.missing_reason():
     pytest.skip(str(library.missing_reason()), allow_module_level=True)
@@ -80,17 +80,36 @@ def test_a_sequence_begins_as_another_does(long: NativeRuntime) -> None:
 def test_addresses_are_found_once_until_buffers_grow(long: NativeRuntime) -> None:
     cache = Cache(long, PLAN, 300)
     sequence, seen = cache.new(), []
-    stage = cache.stages[1]
+    stage = cache.stages[0]
     assert isinstance(stage, NativeStageCache)
     for count in (1, 1, 1, 100):
         cache.push([sequence], [[1] * count])
         cache.run([sequence], 1)
         check(long, [sequence])
-        seen.append(next(reversed(stage._buffers.values())))
+        seen.append(next(reversed(stage._bindings.values())))
     assert seen[0] is seen[1] is seen[2]
     assert seen[3] is not seen[2]
 
 
+@torch.inference_mode()
+def test_stages_that_have_run_equally_far_are_one_call(
+    long: NativeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers: list[int] = []
+    run = library.run_stage
+    monkeypatch.setattr(library, "run_stage", lambda given: (layers.append(given.layers), run(given)))
+    cache = Cache(long, PLAN, 300)
+    one, two = cache.new(), cache.new()
+    cache.push([one, two], [[1, 2], [3]])
+    cache.run([one, two], 1)
+    cache.push([one, two], [[4], [5]])
+    cache.run([one], 0)
+    cache.run([one, two], 1)  # the first stage has run further in one of them
+    check(long, [one, two])
+    assert layers == [4, 2, 2, 2]
+
+
 def test_it_takes_arrays(long: NativeRuntime) -> None:
     assert isinstance(long, ArrayRuntime)
-    assert all(isinstance(stage, ArrayStageCache) for stage in long.stage_caches(PLAN, 8))
+    for kind in (ArrayStageCache, ChainStageCache):
+        assert all(isinstance(stage, kind) for stage in long.stage_caches(PLAN, 8))

@@ -310,9 +310,11 @@ def test_what_cannot_be_run_is_refused(
     stack_of: Callable[[str], Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert unsupported_reason(stack_of("llama")) is None
-    mamba = GPT(layers=2, width=32, heads=2, vocab=9, context=8, architecture="mamba3", ssm_state=4)
-    assert "Mamba3 layers are not transformer blocks" in str(unsupported_reason(mamba))
-    for wrong in (mamba, GPT(layers=2, width=32, heads=2, vocab=9, context=8).double()):
+    other = GPT(layers=2, width=32, heads=2, vocab=9, context=8, architecture="mamba3", ssm_state=4)
+    assert unsupported_reason(other) is None
+    other.layers[1].mixer = torch.nn.Identity()
+    assert "Identity layers are not transformer blocks" in str(unsupported_reason(other))
+    for wrong in (other, GPT(layers=2, width=32, heads=2, vocab=9, context=8).double()):
         with refused(ConfigError, setting="runtime"):
             NativeRuntime(wrong)
     monkeypatch.setattr(library, "missing_reason", lambda: "no compiler")

@@ -37,6 +37,10 @@ class RecurrentState:
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def tensors(self) -> list[Tensor]:
+        """What it is now."""
+        return list(self._tensors.values())
+
     def advance(self, tensors: Mapping[str, Tensor], time: int) -> None:
         """The tensors after `time` more positions."""
         assert tensors.keys() == self._tensors.keys()

@@ -1,7 +1,8 @@
 """KV cache of a stage in the native backend, for new positions of any sequences.
 
 A run is one call, whatever the sequences are: each new position says where its keys and values lie
-(`library.ROW`), in the buffers of `nn/slots.py`. Nothing is padded or copied, and rooms may differ.
+(`library.ROW`), in the buffers of `nn/slots.py`. Nothing is padded or copied, and rooms may differ. So are
+stages that read each other as they are, from the buffers of hidden states to those (`run_chain`).
 
 Limits: float32 on a CPU; for one thread at a time, like any cache.
 """
@@ -9,14 +10,16 @@ Limits: float32 on a CPU; for one thread at a time, like any cache.
 from __future__ import annotations
 
 import ctypes
-from ctypes import cast
+from collections.abc import Sequence
+from ctypes import c_void_p
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import ArrayKVSlots, Spans
+from topograd.nn.slots import ArrayBuffer, ArrayKVSlots, Place, Spans
 from topograd.runtime.native import library
 from topograd.runtime.native.library import Layer, Run
 from topograd.runtime.native.packing import pointers
@@ -25,26 +28,65 @@ from topograd.topology.plan import PlannedStage
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from topograd.nn.mamba.recurrent import RecurrentState
     from topograd.nn.stack import LayerContext
     from topograd.runtime.native.runtime import NativeRuntime
 
 Array = NDArray[Any]
+STATE = "all"
+"""What a recurrent state keeps: one tensor."""
 Rooms = tuple[tuple[int, int], ...]
 """Room and number of slots of the buffers of a run."""
 
 
-class Buffers:
-    """Addresses of a stage's keys and values in some rooms."""
+class Binding:
+    """A run of some layers whose buffers, in some rooms, are known: what is left is filled for each run."""
 
-    def __init__(self, slots: list[ArrayKVSlots], rooms: Rooms) -> None:
-        self.first = _first(slots, rooms)
-        """Those of the first layer; all layers' buffers are replaced together."""
-        self.keys = pointers([kv.keys.array(*room) for kv in slots for room in rooms])
-        self.values = pointers([kv.values.array(*room) for kv in slots for room in rooms])
+    def __init__(
+        self, stages: Sequence[NativeStageCache], rooms: Rooms, states: Sequence[ArrayBuffer] = ()
+    ) -> None:
+        """`states`: hidden states that are read, x0 and what each stage writes; none for packed arrays."""
+        runtime, kv = stages[0].runtime, [slots for stage in stages for slots in stage.slots]
+        self._stages, self._recurrent = stages, None in kv
+        layers = [runtime.layer(i) for stage in stages for i in stage.planned.layers]
+        self._kept: list[Any] = [(Layer * len(layers))(*layers)]
+        self.run = Run(0, runtime.width, len(layers), len(rooms), runtime.threads, not states)
+        self.run.layer = self._kept[0]
+        self.run.keys = self._addresses([each and each.keys for each in kv], rooms)
+        self.run.values = self._addresses([each and each.values for each in kv], rooms)
+        if states:
+            source, x0, *behind = states
+            ends = list(accumulate(len(stage.planned.layers) for stage in stages))
+            taps = {end - 1: buffer for end, buffer in zip(ends, behind, strict=True)}
+            self.run.h, self.run.x0 = self._addresses([source], rooms), self._addresses([x0], rooms)
+            self.run.taps = self._addresses([taps.get(i) for i in range(len(layers))], rooms)
+        self.version = ArrayBuffer.version
 
+    def _addresses(self, buffers: Sequence[ArrayBuffer | None], rooms: Rooms) -> int:
+        """The address of an array of addresses."""
+        arrays = [None if buffer is None else buffer.array(*room) for buffer in buffers for room in rooms]
+        self._kept.append(pointers(arrays))
+        return ctypes.addressof(self._kept[-1])
 
-def _first(slots: list[ArrayKVSlots], rooms: Rooms) -> list[Array]:
-    return [slots[0].keys.array(*room) for room in rooms]
+    def start(self, runtime: NativeRuntime, spans: Spans, reach: int) -> None:
+        """Run new positions."""
+        run, rows = self.run, runtime.rows_of(spans)
+        run.rows, run.row = spans.total, ctypes.addressof(rows)
+        run.cosine, run.sine = runtime.turned(max(reach, max(group.stop for group in spans.groups)))
+        if not self._recurrent:
+            library.run_stage(run)
+            return
+        import torch
+
+        states = [state for stage in self._stages for state in stage.states(spans.places)]
+        before = [None if state is None else state[STATE] for state in states]
+        after = [None if each is None else torch.empty_like(each) for each in before]
+        both = [_pointers_of(before), _pointers_of(after)]
+        run.sequences, (run.before, run.after) = len(spans.places), map(ctypes.addressof, both)
+        library.run_stage(run)
+        for state, new, count in zip(states, after, cycle(spans.counts), strict=False):
+            if state is not None and new is not None:
+                state.advance({STATE: new}, count)
 
 
 class NativeStageCache(StageCache):
@@ -54,17 +96,23 @@ class NativeStageCache(StageCache):
         super().__init__(runtime.stack if runtime.relays else None, planned, capacity)
         self.runtime = runtime
         shapes = runtime.shapes(planned)
-        kv = [ArrayKVSlots(*shapes[i]) for i in planned.layers]
-        self.slots = [*kv]
-        self._kv = kv
+        self.slots = [ArrayKVSlots(*shapes[i]) if i in shapes else None for i in planned.layers]
         self.taps = planned.taps
-        self._layers: ctypes.Array[Layer] | None = None
-        self._untapped = pointers([None] * len(planned.layers))
-        self._buffers: dict[Rooms, Buffers] = {}
+        self._bindings: dict[tuple[tuple[int, ...], Rooms], Binding] = {}
+        """By whether states lie in buffers and the stages behind, and the rooms."""
 
     def keep_rooms(self, rooms: list[int]) -> None:
         super().keep_rooms(rooms)
-        self._buffers.clear()
+        self._bindings.clear()
+
+    def open(self, place: Place) -> None:
+        super().open(place)
+        own = self._states[place]
+        own.layers = [None if each is None else _joined(each) for each in own.layers]
+
+    def states(self, places: Sequence[Place]) -> list[Any]:
+        """The recurrent states of sequences, layer by layer; None where a layer attends."""
+        return [self._states[place].layers[i] for i in range(len(self.slots)) for place in places]
 
     # Running
 
@@ -86,31 +134,54 @@ class NativeStageCache(StageCache):
 
     def _run(self, h: Array, x0: Array, spans: Spans, between: dict[int, Array]) -> Array:
         """Fills `between`, hidden states by how many layers; returns those behind the last."""
-        runtime = self.runtime
-        if self._layers is None:
-            self._layers = (Layer * len(self.planned.layers))(*map(runtime.layer, self.planned.layers))
-        rows, out = runtime.rows_of(spans), np.array(h, np.float32, order="C")
-        x0 = np.ascontiguousarray(x0, np.float32)
-        buffers = self._bound(spans)
-        taps = self._untapped
-        if between:
-            taps = pointers([between.get(index + 1) for index in self.planned.layers])
-        run = Run(
-            len(out), out.shape[1], len(self._layers), len(buffers.first), runtime.threads, self._layers
-        )
-        run.h, run.x0, run.row = out.ctypes.data, x0.ctypes.data, rows.ctypes.data
-        run.keys, run.values = (cast(each, ctypes.c_void_p) for each in (buffers.keys, buffers.values))
-        run.cosine, run.sine = runtime.turned(max(self.capacity, max(group.stop for group in spans.groups)))
-        run.taps = cast(taps, ctypes.c_void_p)
-        library.run_stage(run)
-        return out
+        if not self.planned.layers:  # a stage that is a head alone
+            return np.array(h, np.float32)
+        rooms = _rooms(spans)
+        binding = self._bound([], rooms, [])
+        h, x0 = (np.ascontiguousarray(each, np.float32) for each in (h, x0))
+        after = {**between, self.planned.stage.stop: np.empty_like(h)}
+        taps = [after.get(i + 1) for i in self.planned.layers for _ in rooms]
+        each = [pointers(arrays) for arrays in ([h], [x0], taps)]
+        binding.run.h, binding.run.x0, binding.run.taps = map(ctypes.addressof, each)
+        binding.start(self.runtime, spans, self.capacity)
+        return after[self.planned.stage.stop]
 
-    def _bound(self, spans: Spans) -> Buffers:
-        """The buffers of a run; addresses are kept until a buffer is replaced."""
-        rooms = tuple(dict.fromkeys((group.room, group.slots) for group in spans.groups))
-        found = self._buffers.get(rooms)
-        if found is None or any(
-            a is not b for a, b in zip(found.first, _first(self._kv, rooms), strict=True)
-        ):
-            found = self._buffers[rooms] = Buffers(self._kv, rooms)
+    def _bound(
+        self, behind: Sequence[NativeStageCache], rooms: Rooms, states: Sequence[ArrayBuffer]
+    ) -> Binding:
+        """Addresses are kept until a buffer is replaced."""
+        key = (bool(states), *(stage.planned.index for stage in behind)), rooms
+        found = self._bindings.get(key)
+        if found is None or found.version is not ArrayBuffer.version:
+            found = self._bindings[key] = Binding([self, *behind], rooms, states)
         return found
+
+
+class ChainedStageCache(NativeStageCache):
+    """The same, where several stages that read each other as they are run as one call."""
+
+    def run_chain(
+        self, behind: Sequence[ChainedStageCache], states: Sequence[ArrayBuffer], spans: Spans
+    ) -> None:
+        """This stage and those behind it; `states`: what this one reads, x0, and what each of them writes."""
+        if self.planned.layers:
+            self._bound(behind, _rooms(spans), states).start(self.runtime, spans, self.capacity)
+        else:
+            spans.write_array(states[2], spans.read_array(states[0]))
+
+
+def _joined(state: Any) -> RecurrentState:
+    """The state of a recurrent layer before its first position, zeros, as one tensor (`csrc/mamba.h`)."""
+    import torch
+
+    from topograd.nn.mamba.recurrent import RecurrentState
+
+    return RecurrentState({STATE: torch.zeros(1, sum(each.numel() for each in state.tensors()))})
+
+
+def _pointers_of(tensors: Sequence[Tensor | None]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
+
+
+def _rooms(spans: Spans) -> Rooms:
+    return tuple(dict.fromkeys((group.room, group.slots) for group in spans.groups))

@@ -14,7 +14,7 @@ large pages was no faster then, and took twice the memory.
 
 A runtime of kept weights reads no stack. What it does not know (relays, heads of low rank, positions beyond
 REACH, some rows of a head) asks for `stack`, which is opened then. Not kept are models whose stages pass on
-something else than their hidden states, or whose heads have low rank.
+something else than their hidden states, whose heads have low rank, or whose layers are recurrent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import os
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,7 +42,7 @@ from topograd.files import dump_json, read_json, sync, write_atomic
 from topograd.runtime.native import library
 from topograd.runtime.native.library import FORMATS, Layer, Matrix, Norm, default_threads
 from topograd.runtime.native.packing import ALIGNED, BEHIND, Memory
-from topograd.runtime.native.runtime import NativeRuntime
+from topograd.runtime.native.runtime import Head, NativeRuntime
 from topograd.runtime.quantize import Precision, Quantized
 from topograd.topology.plan import Plan, PlannedStage
 
@@ -96,6 +96,7 @@ def keep(runtime: NativeRuntime, plan: Plan, place: Path) -> None:
     """Pack all of a model and keep it, where that can be; a full or read-only disk keeps nothing."""
     heads = {planned.head for planned in plan.stages if planned.predicts}
     plain = all(port.relay == "identity" for planned in plan.stages for port, _ in planned.inputs)
+    plain = plain and all(len(runtime.shapes(planned)) == len(planned.layers) for planned in plan.stages)
     if not plain or any(runtime.stack.head.low_rank(head) is not None for head in heads):
         return
     parts = _Parts()
@@ -119,14 +120,14 @@ def _described(runtime: NativeRuntime, heads: list[int], parts: _Parts) -> Table
     layers = [runtime.layer(index) for index in range(len(stack.layers))]
     read_by = {head: head if stack.has_head(head) else -1 for head in heads}
     packed = {which: runtime.head(which) for which in sorted(set(read_by.values()))}
-    parts.add_memory([runtime.memory, *(memory for _, _, memory in packed.values())])
+    parts.add_memory([runtime.memory, *(head.memory for head in packed.values())])
     for array in runtime.kept:
         parts.add(array)
     turns = {} if traits.learned_positions else runtime.rotations(min(stack.context, REACH))
     made = {name: each for name, each in runtime.made.items() if name.startswith("head")}
     return {
         "layers": [_table(layer, at) for layer in layers],
-        "heads": {str(which): [_table(m, at), _table(n, at)] for which, (m, n, _) in packed.items()},
+        "heads": {str(w): [_table(head.matrix, at), _table(head.norm, at)] for w, head in packed.items()},
         "read_by": {str(head): which for head, which in read_by.items()},
         "tables": [parts.array(each) for each in runtime.tables],
         "turns": {name: parts.array(each) for name, each in turns.items()},
@@ -251,13 +252,13 @@ class KeptRuntime(NativeRuntime):
             setattr(self, name, value)
         self.tables = [self._array(each) for each in about["tables"]]
         self.made = {name: self._quantized(*each) for name, each in about["made"].items()}
-        layers = enumerate(about["layers"])
-        self._layers = {index: _structure(Layer, table, base) for index, table in layers}
+        made = partial(_structure, base=base)
+        self._layers = {index: made(Layer, table) for index, table in enumerate(about["layers"])}
         self._heads = {
-            int(which): (_structure(Matrix, matrix, base), _structure(Norm, norm, base), None)
+            int(which): Head(made(Matrix, matrix), made(Norm, norm), None, self.softcap, self.threads)
             for which, (matrix, norm) in about["heads"].items()
         }
-        self._read_by = {int(head): which for head, which in about["read_by"].items()}
+        self._read = {int(head): (which, None) for head, which in about["read_by"].items()}
         self._kept_turns = {name: self._array(each) for name, each in about["turns"].items()}
         self.start()
 
@@ -282,9 +283,3 @@ class KeptRuntime(NativeRuntime):
         if all(len(table) >= reach for table in self._kept_turns.values()):
             return self._kept_turns
         return super().rotations(reach)
-
-    def _which(self, stage: int) -> int:
-        return self._read_by[stage] if stage in self._read_by else super()._which(stage)
-
-    def _factors(self, stage: int) -> Any:
-        return None if stage in self._read_by else super()._factors(stage)

@@ -21,7 +21,8 @@ LEVELS = ("none", "avx2", "avx512-vnni")
 FORMATS = ("float32", "bfloat16", "int8", "int4", "int4-minima", "grid")
 ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu", "relu2")
 NO_NORM, RMS, LAYER = range(3)
-ROW = ("token", "position", "slot", "room", "buffer")
+ATTENTION, MAMBA2, MAMBA3 = range(3)
+ROW = ("token", "position", "slot", "room", "buffer", "sequence", "first")
 """The columns of an array of new positions."""
 
 
@@ -41,6 +42,7 @@ class Norm(Structure):
 
 class Layer(Structure):
     _fields_ = (
+        ("kind", c_int64),
         *((name, Matrix) for name in ("qkv", "output", "hidden", "down")),
         *((f"{name}_norm", Norm) for name in ("attention", "mlp")),
         *((f"{name}_post", Norm) for name in ("attention", "mlp")),
@@ -49,14 +51,21 @@ class Layer(Structure):
         *((name, c_int64) for name in ("position_rows", "heads", "kv_heads", "head_width", "window")),
         *((name, c_int64) for name in ("rotation", "norm_behind_rotation", "gated", "activation")),
         *((name, c_float) for name in ("x0_scale", "scale", "softcap")),
+        *((name, c_int64) for name in ("state", "groups", "angles")),
+        *((name, c_void_p) for name in ("taps", "taps_bias", "dt_bias", "rate", "skip")),
+        *((name, c_void_p) for name in ("B_bias", "C_bias")),
+        *((name, Norm) for name in ("gated_norm", "B_norm", "C_norm")),
     )
 
 
 class Run(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "width", "layers", "buffers", "threads")),
+        *(
+            (name, c_int64)
+            for name in ("rows", "width", "layers", "buffers", "threads", "packed", "sequences")
+        ),
         ("layer", POINTER(Layer)),
-        *((name, c_void_p) for name in ("h", "x0", "row", "keys", "values")),
+        *((name, c_void_p) for name in ("row", "h", "x0", "keys", "values", "before", "after")),
         *((name, c_void_p * 2) for name in ("cosine", "sine")),
         ("taps", c_void_p),
     )
@@ -136,7 +145,7 @@ def _siblings(cpu: int) -> str:
 
 
 def run_stage(run: Run) -> None:
-    """The layers of a stage on new positions."""
+    """The layers of a stage, or of a chain of them, on new positions."""
     _called().topograd_stage(byref(run), level())
 
 

@@ -1,4 +1,4 @@
-"""The native backend: a stage is one call of a C++ function, and so is a head.
+"""The native backend: a chain of stages is one call of a C++ function, and so is a head.
 
 Weights are packed (`packing.py`) when a layer or a head first runs, in one block of memory for all layers. A
 run takes as many threads as torch had when the runtime was made. Sums have one order, whatever the number of
@@ -11,15 +11,16 @@ rounded. With int8 and int4 weights the model is another one, and what is exact 
     int4    d q + m, times activations in blocks of 8-bit integers
     either  a matrix of a K-quant as it is: d q + m for 16 weights, times 16-bit integers
 
-Limits: transformer blocks (`nn/transformer/block.py`) in float32 on a CPU, x86-64 with AVX2. Weights are read
-when they are packed: make another runtime when they change.
+Limits: transformer blocks (`nn/transformer/block.py`), whose mixer is attention, Mamba-2 or Mamba-3, in
+float32 on a CPU, x86-64 with AVX2. A recurrent mixer runs a prompt step by step, where torch has a chunked
+scan. Weights are read when they are packed: make another runtime when they change.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_void_p, pointer
+from ctypes import c_int64, c_void_p, pointer
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from topograd.errors import ConfigError
 from topograd.runtime import operators
 from topograd.runtime.native import library
-from topograd.runtime.native.cache import NativeStageCache
+from topograd.runtime.native.cache import ChainedStageCache
 from topograd.runtime.native.library import Layer, Matrix, Norm, Readout, default_threads
 from topograd.runtime.native.packing import (
     Memory,
@@ -56,14 +57,33 @@ if TYPE_CHECKING:
     from topograd.nn.slots import Spans
     from topograd.nn.stack import Stack
     from topograd.nn.transformer import parts
-    from topograd.nn.transformer.block import Block
+    from topograd.nn.transformer.block import Block, MixerBlock
 
 GELUS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
 
 
 def unsupported_reason(stack: Stack) -> str | None:
     """Why the kernels cannot run this model here; None where they can."""
-    return library.missing_reason() or operators.unsupported_reason(stack)
+    return library.missing_reason() or operators.unsupported_reason(stack, recurrent=True)
+
+
+class Head:
+    """A packed head and the norm before it; what the kernels read of it is filled once."""
+
+    def __init__(
+        self, matrix: Matrix, norm: Norm, memory: Memory | None, softcap: float, threads: int
+    ) -> None:
+        self.matrix, self.norm, self.memory = matrix, norm, memory
+        self._readout = Readout(0, matrix.inputs, threads, pointer(matrix), pointer(norm))
+        self._readout.softcap = softcap
+
+    def __call__(self, h: NDArray[Any]) -> NDArray[np.float32]:
+        """Logits (rows, vocab) of h (rows, width)."""
+        h, readout = np.ascontiguousarray(h, np.float32), self._readout
+        logits = np.empty((len(h), self.matrix.outputs), np.float32)  # anew: the caller may keep it
+        readout.rows, readout.h, readout.logits = len(h), h.ctypes.data, logits.ctypes.data
+        library.run_readout(readout)
+        return logits
 
 
 class NativeRuntime(OperatorRuntime):
@@ -95,7 +115,7 @@ class NativeRuntime(OperatorRuntime):
         self.memory: Memory | None = None
         """What the layers are packed in."""
         self._layers: dict[int, Layer] = {}
-        self._heads: dict[int, tuple[Matrix, Norm, Memory | None]] = {}
+        self._heads: dict[int, Head] = {}
         self.start()
 
     def start(self) -> None:
@@ -103,12 +123,17 @@ class NativeRuntime(OperatorRuntime):
         self._turns: dict[str, NDArray[np.float32]] = {}
         self._turned: tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
         self._reach = 0
-        self._rows: tuple[Spans | None, NDArray[np.int64]] = None, np.empty((0, 5), np.int64)
+        self._rows: tuple[Spans | None, ctypes.Array[c_int64]] = None, (c_int64 * 0)()
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return int(self.tables[0].shape[1])
 
     # Stages
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
-        return [NativeStageCache(self, planned, capacity) for planned in plan.stages]
+        return [ChainedStageCache(self, planned, capacity) for planned in plan.stages]
 
     def turned(self, reach: int) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]]:
         """Addresses of cosines and of sines, of each kind of rotation, with at least `reach` positions."""
@@ -119,39 +144,63 @@ class NativeRuntime(OperatorRuntime):
             self._turned = pointers(cosine), pointers(sine)
         return self._turned
 
-    def rows_of(self, spans: Spans) -> NDArray[np.int64]:
+    def rows_of(self, spans: Spans) -> ctypes.Array[c_int64]:
         """What the kernels read of each new position (library.ROW), made once for all stages."""
         if self._rows[0] is not spans:
             self._check_stop(max(group.stop for group in spans.groups))
             assert spans.tokens is not None
             rooms = {room: i for i, room in enumerate(dict.fromkeys(group.room for group in spans.groups))}
-            rows, first = np.empty((spans.total, 5), np.int64), 0
-            rows[:, 0] = spans.tokens
-            for place, start, count in zip(spans.places, spans.starts, spans.counts, strict=True):
-                part = rows[first : first + count]
-                part[:, 1] = np.arange(start, start + count)
-                part[:, 2:] = place.slot, place.room, rooms[place.room]
-                first += count
-            self._rows = spans, rows
+            tokens, rows = iter(spans.tokens), list[int]()
+            each = zip(spans.places, spans.starts, spans.counts, strict=True)
+            for index, (place, start, count) in enumerate(each):
+                where = place.slot, place.room, rooms[place.room], index
+                for position in range(start, start + count):
+                    rows += (next(tokens), position, *where, position == start)
+            self._rows = spans, (c_int64 * len(rows))(*rows)
         return self._rows[1]
 
     def layer(self, index: int) -> Layer:
         """A layer's weights and sizes, packed at first use."""
         if index not in self._layers:
-            from topograd.nn.transformer.block import Block
+            from topograd.nn.transformer.block import Block, MixerBlock
 
-            block = self.stack.layers[index]
-            assert isinstance(block, Block)
-            self._layers[index] = self._packed(index, block)
+            if self.memory is None:
+                self.memory = Memory(sum(self._size(layer) for layer in self.stack.layers))
+            block, name = self.stack.layers[index], f"layers.{index}"
+            if isinstance(block, Block):
+                self._layers[index] = self._packed(name, block, self.memory)
+            else:
+                assert isinstance(block, MixerBlock)
+                self._layers[index] = self._packed_mixer(name, block, self.memory)
         return self._layers[index]
 
-    def _packed(self, index: int, block: Block) -> Layer:
+    def _packed_mixer(self, name: str, block: MixerBlock, memory: Memory) -> Layer:
+        """A layer with a recurrent mixer (`csrc/mamba.h`)."""
+        from topograd.nn.mamba.mamba2 import Mamba2Mixer
+
+        m: Any = block.mixer
+        layer = Layer(library.MAMBA2 if isinstance(m, Mamba2Mixer) else library.MAMBA3)
+        layer.qkv = self._matrix(f"{name}.in_proj", [m.in_proj], memory)
+        layer.output = self._matrix(f"{name}.out_proj", [m.out_proj], memory)
+        layer.attention_norm = Norm(library.RMS, None, None, operators.EPSILON)
+        layer.heads, layer.head_width, layer.state, layer.groups = m.heads, m.head_dim, m.state, m.groups
+        layer.x0_scale = 0.0 if block.x0_scale is None else block.x0_scale.item()
+        layer.dt_bias, layer.skip = self._keep(m.dt_bias), self._keep(m.D)
+        if layer.kind == library.MAMBA2:
+            layer.taps, layer.taps_bias = self._keep(m.conv.weight[:, 0]), self._keep(m.conv.bias)
+            layer.rate = self._keep(-m.A_log.exp())
+            layer.gated_norm = Norm(library.RMS, self._keep(m.norm.weight), None, 1e-5)
+            return layer
+        layer.angles = m.angles
+        layer.B_bias, layer.C_bias = self._keep(m.B_bias), self._keep(m.C_bias)
+        for kind, norm in (("B_norm", m.B_norm), ("C_norm", m.C_norm)):
+            setattr(layer, kind, Norm(library.RMS, self._keep(norm.weight), None, norm.eps))
+        return layer
+
+    def _packed(self, name: str, block: Block, memory: Memory) -> Layer:
         from topograd.nn.transformer.parts import matrix_of
 
-        a, mlp, name = block.attention, block.mlp, f"layers.{index}"
-        if self.memory is None:
-            self.memory = Memory(sum(self._size(layer) for layer in self.stack.layers))
-        memory, layer = self.memory, Layer()
+        a, mlp, layer = block.attention, block.mlp, Layer()
         layer.qkv = self._matrix(f"{name}.qkv", [a.query, a.key, a.value] if a.rotary else [a.qkv], memory)
         layer.output = self._matrix(f"{name}.output", [a.output], memory)
         if mlp.gate is None:
@@ -265,29 +314,20 @@ class NativeRuntime(OperatorRuntime):
     def _product(self, flat: Tensor, which: int) -> Tensor:
         import torch
 
-        return torch.from_numpy(self._head_product(flat.numpy(), which))
+        return torch.from_numpy(self.head(which)(flat.numpy()))
 
     def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
-        if self._factors(stage) is not None:
-            import torch
+        which, factors = self._read_by(stage)
+        if factors is None:
+            return self.head(which)(h)
+        import torch
 
-            return self._logits(torch.from_numpy(h), stage).numpy()
-        return self._head_product(h, self._which(stage))
+        return self._logits(torch.from_numpy(h), stage).numpy()
 
-    def _head_product(self, h: NDArray[Any], which: int) -> NDArray[np.float32]:
-        matrix, norm, _ = self.head(which)
-        h = np.ascontiguousarray(h, np.float32)
-        logits = np.empty((len(h), matrix.outputs), np.float32)  # anew: the caller may keep it
-        readout = Readout(len(h), h.shape[1], self.threads, pointer(matrix), pointer(norm))
-        readout.h, readout.logits = h.ctypes.data, logits.ctypes.data
-        readout.softcap = self.softcap
-        library.run_readout(readout)
-        return logits
-
-    def head(self, which: int) -> tuple[Matrix, Norm, Memory | None]:
-        """The matrix of a head, packed at first use, the norm before it, and the memory that has both."""
+    def head(self, which: int) -> Head:
+        """A head, packed at first use."""
         if which not in self._heads:
-            self._heads[which] = self._packed_head(which)
+            self._heads[which] = Head(*self._packed_head(which), self.softcap, self.threads)
         return self._heads[which]
 
     def _packed_head(self, which: int) -> tuple[Matrix, Norm, Memory]:

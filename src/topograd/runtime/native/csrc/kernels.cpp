@@ -17,6 +17,7 @@ namespace avx2 {
 #include "vectors.h"
 #include "tiles.h"
 #include "rows.h"
+#include "mamba.h"
 #include "stage.h"
 } // namespace avx2
 #undef TILE_ROWS
@@ -29,6 +30,7 @@ namespace vnni {
 #include "vectors.h"
 #include "tiles.h"
 #include "rows.h"
+#include "mamba.h"
 #include "stage.h"
 } // namespace vnni
 #pragma GCC pop_options

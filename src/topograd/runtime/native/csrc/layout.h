@@ -8,6 +8,7 @@ constexpr int BLOCK = 32;  // inputs that share a scale
 constexpr int ROWS = 64;   // rows that go through a stage at once; more go in parts
 
 enum Format : int64_t { FLOAT32, BFLOAT16, INT8, INT4, INT4_MINIMA, GRID };
+enum LayerKind : int64_t { ATTENTION, MAMBA2, MAMBA3 };
 enum NormKind : int64_t { NO_NORM, RMS, LAYER };
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
 
@@ -26,6 +27,7 @@ struct Norm {
 };
 
 struct Layer {
+    LayerKind kind;
     Matrix qkv, output, hidden, down; // hidden: up, or panels of gate and up in turns
     Norm attention_norm, mlp_norm, attention_post, mlp_post, query_norm, key_norm;
     const float *positions; // learned (position_rows, width), or null
@@ -35,22 +37,29 @@ struct Layer {
     int64_t norm_behind_rotation, gated;
     Activation activation;
     float x0_scale, scale, softcap; // softcap 0: none
+    // of a recurrent mixer (`mamba.h`), whose projections are qkv and output
+    int64_t state, groups, angles;
+    const float *taps, *taps_bias, *dt_bias, *rate, *skip, *B_bias, *C_bias;
+    Norm gated_norm, B_norm, C_norm;
 };
 
 // A new position of a sequence: where its keys and values lie, and what it is.
 struct Row {
     int64_t token, position, slot, room, buffer;
+    int64_t sequence, first; // which of the run, and whether it is its first row
 };
 
+// Hidden states lie in buffers of (slots, room, width), or where `packed` in one of (rows, width).
 struct Run {
-    int64_t rows, width, layers, buffers, threads;
+    int64_t rows, width, layers, buffers, threads, packed, sequences;
     const Layer *layer;
-    float *h; // (rows, width), replaced
-    const float *x0;
     const Row *row;
+    const float *const *h, *const *x0;  // (buffers): what the first layer reads
     float *const *keys, *const *values; // (layers, buffers) of (slots, kv heads, room, head width)
+    const float *const *before;         // (layers, sequences): recurrent states, which stay as they are
+    float *const *after;                // those behind the run
     const float *cosine[2], *sine[2];   // (positions, head width / 2)
-    float *const *taps;                 // (layers): where h behind a layer is copied, or null
+    float *const *taps;                 // (layers, buffers): where h behind a layer goes, or null
 };
 
 // Logits: W norm(h) + b, capped.

@@ -209,3 +209,12 @@ class Tiled {
     int64_t steps = 0, blocks = 0;
     int sums = 1; // of a block
 };
+
+// What a thread has of some units.
+struct Share {
+    int64_t first, last;
+};
+
+inline Share share(int64_t count, int thread, int threads) {
+    return {count * thread / threads, count * (thread + 1) / threads};
+}

@@ -1,5 +1,5 @@
-// The layers of a stage on new positions of any sequences, and the logits of a head. Included once per
-// instruction set.
+// The layers of one stage or of a chain of them on new positions of any sequences, and the logits of a head.
+// Included once per instruction set.
 //
 // All threads run `stage`, each on its own panels and heads, and meet between the steps of a layer:
 //
@@ -10,19 +10,11 @@
 
 constexpr int GROUP = 4; // panels that are finished together; even, for gate and up
 
-struct Share {
-    int64_t first, last;
-};
-
-inline Share share(int64_t count, int thread, int threads) {
-    return {count * thread / threads, count * (thread + 1) / threads};
-}
-
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 // Memory that all threads see.
 struct Shared {
-    std::vector<float> qkv, attended, hidden, branch;
+    std::vector<float> h, qkv, attended, hidden, branch;
 };
 
 // A thread's own memory.
@@ -86,6 +78,8 @@ class StageRun {
         }
         shared.qkv.resize(rows * qkv), shared.attended.resize(rows * attended);
         shared.hidden.resize(rows * hidden), shared.branch.resize(rows * padded(run.width));
+        shared.h.resize(rows * run.width);
+        for (int64_t r = 0; r < rows; r++) std::copy_n(state(run.h, r), run.width, h() + r * run.width);
     }
 
     void work(int thread, int threads) {
@@ -94,13 +88,36 @@ class StageRun {
     }
 
   private:
-    float *h() const { return run.h + start * run.width; }
+    float *h() { return shared.h.data(); }
+    template <class Float> Float *state(Float *const *buffers, int64_t r) const {
+        const Row &at = row(r);
+        return run.packed ? buffers[0] + (start + r) * run.width
+                          : buffers[at.buffer] + (at.slot * at.room + at.position) * run.width;
+    }
     const Row &row(int64_t r) const { return run.row[start + r]; }
     static void meet() { team::current()->meet(); }
 
     void layer(int64_t index, Own &own) {
         const Layer &l = run.layer[index];
         if (l.positions || l.x0_scale != 0) enter(l, own), meet();
+        l.kind == ATTENTION ? block(index, own) : mixer(index, own);
+        if (run.taps[index * run.buffers]) tap(run.taps + index * run.buffers, own);
+    }
+
+    void mixer(int64_t index, Own &own) {
+        const Layer &l = run.layer[index];
+        layout_normed(l.attention_norm, l.qkv, own);
+        product_to(l.qkv, rows, own, shared.qkv.data()), meet();
+        Mixed mixed{l, rows, padded(l.qkv.outputs), run.row + start, shared.qkv.data(),
+                    run.before + index * run.sequences, run.after + index * run.sequences, shared.attended.data()};
+        if (l.kind == MAMBA2) mixed.convolve(share(mixed.columns(), own.thread, own.threads)), meet();
+        mixed.steps(share(l.heads, own.thread, own.threads), own.query), meet();
+        own.tiled.fill(l.output.format, l.output.inputs, rows, [&](int64_t r, float *to) { return mixed.gated(r, to); });
+        add(l.output, l.attention_post, own);
+    }
+
+    void block(int64_t index, Own &own) {
+        const Layer &l = run.layer[index];
         layout_normed(l.attention_norm, l.qkv, own);
         product_to(l.qkv, rows, own, shared.qkv.data()), meet();
         store(index, own), meet();
@@ -111,7 +128,6 @@ class StageRun {
         mlp(l, own), meet();
         layout(l.down, shared.hidden.data(), padded(l.down.inputs), own);
         add(l.down, l.mlp_post, own);
-        if (run.taps[index]) tap(run.taps[index] + start * run.width, own), meet();
     }
 
     // h ← h + positions + s x0.
@@ -123,7 +139,7 @@ class StageRun {
                 const float *p = l.positions + std::min(row(r).position, l.position_rows - 1) * run.width;
                 for (int64_t i = 0; i < run.width; i++) to[i] += p[i];
             }
-            const float *x0 = run.x0 + (start + r) * run.width;
+            const float *x0 = state(run.x0, r);
             if (l.x0_scale != 0)
                 for (int64_t i = 0; i < run.width; i++) to[i] += l.x0_scale * x0[i];
         }
@@ -254,6 +270,7 @@ class StageRun {
     static void blend(const float *weight, int64_t count, const float *values, int64_t d, float factor, float *to) {
         int64_t at = 0;
         for (; at + 64 <= d; at += 64) blend_part<8>(weight, count, values + at, d, factor, to + at);
+        for (; at + 32 <= d; at += 32) blend_part<4>(weight, count, values + at, d, factor, to + at);
         for (; at + LANES <= d; at += LANES) blend_part<1>(weight, count, values + at, d, factor, to + at);
         for (; at < d; at++) {
             float sum = 0;
@@ -274,9 +291,11 @@ class StageRun {
         for (int v = 0; v < V; v++) _mm256_storeu_ps(to + v * LANES, _mm256_mul_ps(acc[v], _mm256_set1_ps(factor)));
     }
 
-    void tap(float *to, const Own &own) {
-        Share mine = share(rows * run.width, own.thread, own.threads);
-        std::copy(h() + mine.first, h() + mine.last, to + mine.first);
+    // The rows that `enter` changes next in the same thread, so nobody has to wait.
+    void tap(float *const *buffers, const Own &own) {
+        Share mine = share(rows, own.thread, own.threads);
+        for (int64_t r = mine.first; r < mine.last; r++)
+            std::copy_n(h() + r * run.width, run.width, state(buffers, r));
     }
 
     const Run &run;

@@ -147,7 +147,7 @@ template <bool MINIMA, int R> void int4_tile(const uint8_t *w, int64_t blocks, c
 
 // `panels` panels of a matrix from `first` on, with R rows: y[panel][row][lane].
 template <int R> void multiply_rows(const Matrix &m, int64_t first, int panels, const Chunk &x, float *y) {
-    constexpr int P = R >= 3 ? PANELS : 1;
+    constexpr int P = panels_of(R);
     int64_t bytes = panel_bytes(m), blocks = blocks_of(m.inputs), steps = steps_of(m.format, m.inputs);
     for (int p = 0; p < panels;) {
         const uint8_t *w = m.data + (first + p) * bytes;

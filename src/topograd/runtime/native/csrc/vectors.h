@@ -5,7 +5,7 @@
 #ifdef WITH_VNNI
 
 #define TILE_ROWS 8
-constexpr int PANELS = 2; // of floats that meet three rows or more at once
+constexpr int panels_of(int rows) { return rows < 3 ? 1 : rows < 5 ? 4 : 2; } // of floats that rows meet at once
 using Floats = __m512;
 using Ints = __m512i;
 using Unit = __m512i; // the same 8 bytes for all outputs
@@ -38,7 +38,7 @@ inline __m256 high_half(Floats v) { return _mm256_castpd_ps(_mm512_extractf64x4_
 #else
 
 #define TILE_ROWS 6
-constexpr int PANELS = 1;
+constexpr int panels_of(int) { return 1; }
 struct Floats {
     __m256 low, high;
 };
