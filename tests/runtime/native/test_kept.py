@@ -28,7 +28,7 @@ from topograd.topology.plan import Plan
 if library.missing_reason():
     pytest.skip(str(library.missing_reason()), allow_module_level=True)
 
-NAMES = ("gpt", "gpt-windows", "llama-biases", "qwen3", "gpt2", "gemma2", "gemma3")
+NAMES = ("gpt-plain", "gpt-windows", "llama-biases", "qwen3", "gpt2", "gemma2", "gemma3")
 PLAN = Plan.of("2,2", 4)
 CONTEXT = 20
 
