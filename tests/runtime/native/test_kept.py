@@ -83,7 +83,8 @@ def test_a_damaged_file_is_not_used(place: Path, file: str, damage: str) -> None
     if damage == "gone":
         (place / file).unlink()
     else:
-        (place / file).write_bytes({"bit": content, "end": content[:-1], "empty": b""}[damage])
+        written = {"bit": bytes(content), "end": bytes(content[:-1]), "empty": b""}
+        (place / file).write_bytes(written[damage])
     assert open_kept(place, "float32", untouched) is None
 
 
