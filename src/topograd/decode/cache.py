@@ -323,8 +323,8 @@ class Cache:
         if spans.tokens is None:
             each = zip(batch, spans.starts, spans.counts, strict=True)
             spans.tokens = [token for s, start, n in each for token in s.tokens[start : start + n]]
-        x0 = spans.read_array(self._arrayed(EMBEDDING))
-        h = x0 if source == EMBEDDING else spans.read_array(self._arrayed(source))
+        x0 = spans.read_array(self.outputs[EMBEDDING])
+        h = x0 if source == EMBEDDING else spans.read_array(self.outputs[source])
         values = cache.run_arrays(h, x0, spans)
         buffer = self._array_buffer(stage, values.shape[1:])
         spans.write_array(buffer, values)
@@ -347,13 +347,10 @@ class Cache:
             self.outputs[key] = SlotBuffer((), tuple(shape), dtype, self.device)
         return self.outputs[key]
 
-    def _array_buffer(self, key: Key, shape: tuple[int, ...]) -> ArrayBuffer:
+    def _array_buffer(self, key: Key, shape: tuple[int, ...]) -> SlotBuffer:
         if key not in self.outputs:
             self.outputs[key] = ArrayBuffer((), tuple(shape))
-        return self._arrayed(key)
-
-    def _arrayed(self, key: Key) -> ArrayBuffer:
-        return cast("ArrayBuffer", self.outputs[key])
+        return self.outputs[key]
 
     def hidden(self, batch: Batch, stage: int, counts: abc.Sequence[int] | None = None) -> Tensor:
         """The stage's last outputs, `counts` of each sequence (by default one), packed: (N, ...)."""
@@ -371,7 +368,7 @@ class Cache:
     def hidden_array(self, batch: Batch, stage: int, counts: abc.Sequence[int] | None = None) -> NDArray[Any]:
         """`hidden` of a runtime that takes arrays."""
         order, spans = self._last_positions(batch, stage, counts)
-        hidden = spans.read_array(self._arrayed(stage))
+        hidden = spans.read_array(self.outputs[stage])
         if order == sorted(order):
             return hidden
         parts = dict(zip(order, np.split(hidden, np.cumsum(spans.counts)[:-1]), strict=True))
