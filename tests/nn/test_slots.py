@@ -300,6 +300,6 @@ def test_arrays_are_copied_and_grown_as_tensors_are() -> None:
         buffer.copy(Place(3 * STEP, 9), Place(3 * STEP, 1), 4, 4)
         buffer.keep_rooms([2 * STEP, 3 * STEP])
     assert both[0].rooms.keys() == both[1].rooms.keys() == {2 * STEP, 3 * STEP}
-    for room, slots in ((2 * STEP, 1), (3 * STEP, 4)):
-        assert torch.equal(both[0].at(room, slots), both[1].at(room, slots))
-        assert both[1].array(room, slots).ctypes.data % 64 == 0
+    for room, count in ((2 * STEP, 1), (3 * STEP, 4)):
+        assert torch.equal(both[0].at(room, count), both[1].at(room, count))
+        assert both[1].array(room, count).ctypes.data % 64 == 0
