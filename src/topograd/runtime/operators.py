@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from topograd.nn.stack import LayerContext, Stack
-    from topograd.nn.transformer.parts import EPSILON
     from topograd.nn.transformer.stack import Transformer
 
 
