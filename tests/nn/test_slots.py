@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from topograd.nn import slots
-from topograd.nn.slots import MAX_RAGGED, STEP, KVSlots, Place, PlaceTable, SlotBuffer, Spans
+from topograd.nn.slots import MAX_RAGGED, STEP, ArrayBuffer, KVSlots, Place, PlaceTable, SlotBuffer, Spans
 
 CPU = torch.device("cpu")
 BYTES = 8
@@ -275,8 +275,10 @@ def test_what_lies_behind_a_copy_is_zero() -> None:
     assert not buffer.rooms[STEP][1].any(), "nobody has written to a slot that is not there"
 
 
-def test_the_array_is_the_memory_of_the_tensor() -> None:
-    buffer = SlotBuffer((), (2,), torch.float32, CPU)
+@pytest.mark.parametrize(
+    "buffer", [SlotBuffer((), (2,), torch.float32, CPU), ArrayBuffer((), (2,))], ids=["tensors", "arrays"]
+)
+def test_the_array_is_the_memory_of_the_tensor(buffer: SlotBuffer) -> None:
     buffer.array(STEP, 1)[0, 3] = 7
     assert buffer.at(STEP, 1)[0, 3].tolist() == [7, 7]
     buffer.at(STEP, 4)[0, 4] = 8
@@ -285,3 +287,19 @@ def test_the_array_is_the_memory_of_the_tensor() -> None:
     buffer.at(2 * STEP, 4)[3, 2 * STEP - 1] = 9
     assert buffer.array(2 * STEP, 4)[3, 2 * STEP - 1].tolist() == [9, 9]
     assert buffer.array(2 * STEP, 4)[0, 3].tolist() == [7, 7]
+
+
+def test_arrays_are_copied_and_grown_as_tensors_are() -> None:
+    both = SlotBuffer((3,), (2,), torch.float32, CPU), ArrayBuffer((3,), (2,))
+    numbers = torch.randn(2, 3, STEP, 2)
+    for buffer in both:
+        buffer.at(STEP, 2)[:] = numbers
+        buffer.copy(Place(STEP, 1), Place(2 * STEP, 0), 5, 1)
+        buffer.copy(Place(STEP, 1), Place(STEP, 0), 7, 2)
+        buffer.grow(STEP, 3 * STEP)
+        buffer.copy(Place(3 * STEP, 9), Place(3 * STEP, 1), 4, 4)
+        buffer.keep_rooms([2 * STEP, 3 * STEP])
+    assert both[0].rooms.keys() == both[1].rooms.keys() == {2 * STEP, 3 * STEP}
+    for room, count in ((2 * STEP, 1), (3 * STEP, 4)):
+        assert torch.equal(both[0].at(room, count), both[1].at(room, count))
+        assert both[1].array(room, count).ctypes.data % 64 == 0

@@ -19,7 +19,7 @@ from topograd.exec.forward import Predictor
 from topograd.nn.gpt import GPT
 from topograd.nn.transformer.parts import RMSNorm
 from topograd.runs.adapter import Adapter, BaseIdentity, update_adapter
-from topograd.runs.session import LoadedTextRun, open_session
+from topograd.runs.session import Held, LoadedTextRun, open_session
 from topograd.specialists.align import alignment, carry, compared, versions
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
@@ -50,7 +50,7 @@ def rotated(base: LoadedTextRun) -> tuple[LoadedTextRun, LoadedTextRun]:
                 parameter.copy_(parameter @ q)
             elif last in ("output", "down"):
                 parameter.copy_(q.T @ parameter)
-    return replace(base, stack=plain), replace(base, stack=stack, weights="rotated")
+    return replace(base, read_stack=Held(plain)), replace(base, read_stack=Held(stack), weights="rotated")
 
 
 def trained_on(base: LoadedTextRun) -> LoadedTextRun:
@@ -60,7 +60,7 @@ def trained_on(base: LoadedTextRun) -> LoadedTextRun:
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return replace(base, stack=stack, weights="trained on")
+    return replace(base, read_stack=Held(stack), weights="trained on")
 
 
 @pytest.mark.parametrize("rank", [3, None], ids=["rank", "whole"])
@@ -92,11 +92,11 @@ def test_other_mixers_turn_with_the_stream(gpt: LoadedTextRun, tmp_path: Path, a
     torch.manual_seed(0)
     assert isinstance(gpt.stack, GPT)
     config = replace(gpt.stack.config, architecture=architecture, ssm_state=4, x0_blend=False)
-    old = replace(gpt, stack=GPT(config).double().eval())
+    old = replace(gpt, read_stack=Held(GPT(config).double().eval()))
     q, _ = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))
     turned = copy.deepcopy(old.stack)
     turned.get_parameter("head.weight").copy_(old.stack.get_parameter("head.weight") @ q)
-    new = replace(old, stack=turned, weights="turned")
+    new = replace(old, read_stack=Held(turned), weights="turned")
     adapter = learned(old, tmp_path / "s")
     carried = carry(adapter, old, new, tmp_path / "t")
     h, ids = torch.randn(1, 7, 16, dtype=torch.float64), torch.randint(200, (1, 7))
@@ -121,7 +121,7 @@ def test_norms_that_do_not_turn_are_refused(
         stack = copy.deepcopy(imported.stack)
         for layer in stack.layers:
             layer.attention_post_norm = layer.mlp_post_norm = RMSNorm(32, 1e-6, around_one=True)
-        base = replace(imported, stack=stack)
+        base = replace(imported, read_stack=Held(stack))
     adapter = new_specialist(tmp_path / "s", imported)
     adapter = replace(adapter, base=BaseIdentity.of(base))
     with refused(ConfigError, setting="folder"):
@@ -169,7 +169,7 @@ def test_it_is_measured_beside_nothing(gpt: LoadedTextRun, chats: Path, tmp_path
 def test_on_a_turned_base_it_costs_nothing_and_without_it_much(
     imported: LoadedTextRun, chats: Path, tmp_path: Path
 ) -> None:
-    old, new = (replace(base, stack=base.stack.float()) for base in rotated(imported))
+    old, new = (replace(base, read_stack=Held(base.stack.float())) for base in rotated(imported))
     adapter = learned(old, tmp_path / "s")
     found = compared(chats, adapter, carry(adapter, old, new, tmp_path / "t"), old, new, context=32)
     lost = {name: abs(found[name] - found["old base with it"]) for name in ("aligned", "nothing done")}

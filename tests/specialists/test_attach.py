@@ -16,7 +16,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.runs.adapter import TENSORS
-from topograd.runs.session import LoadedTextRun, open_session
+from topograd.runs.session import Held, LoadedTextRun, open_session
 from topograd.specialists.attach import Shape, SpecialistPart, attach, new_specialist, open_specialist
 from topograd.specialists.composition import composed
 from topograd.topology.dag import Topology
@@ -144,7 +144,7 @@ def test_other_mixers_take_specialists_too(architecture: str, bases: Bases, tmp_
     assert isinstance(bases["gpt"].stack, GPT)
     config = replace(bases["gpt"].stack.config, architecture=architecture, ssm_state=4)
     stack = GPT(config).eval()
-    base = replace(bases["gpt"], stack=stack)
+    base = replace(bases["gpt"], read_stack=Held(stack))
     attached = attach(base, [new_specialist(tmp_path / "s", base, layers=1)])
     before = Predictor(stack, base.plan)(TOKENS)
     assert torch.equal(Predictor(attached.stack, composed(attached, {"s": 1.0}))(TOKENS), before)

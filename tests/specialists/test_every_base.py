@@ -17,7 +17,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
 from topograd.exec.train_step import train_step
 from topograd.runs.adapter import update_adapter
-from topograd.runs.session import LoadedTextRun
+from topograd.runs.session import Held, LoadedTextRun
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.finetune import FineTuning, training_records
@@ -89,7 +89,9 @@ def test_new_tokens_change_no_bit_of_the_others(base: LoadedTextRun, tmp_path: P
 def test_it_is_trained_as_it_predicts(base: LoadedTextRun, layers: int, tmp_path: Path) -> None:
     """Loss and gradients of a step against the obvious form, in float64."""
     stack = copy.deepcopy(base.stack).double()
-    attached = attach(replace(base, stack=stack), {"s": new_specialist(tmp_path / "s", base, layers=layers)})
+    attached = attach(
+        replace(base, read_stack=Held(stack)), {"s": new_specialist(tmp_path / "s", base, layers=layers)}
+    )
     part, plan = attached.part("s").double(), composed(attached, {"s": 1.0})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from topograd.data.loader import IGNORED
 from topograd.exec.forward import Predictor
-from topograd.runs.session import LoadedTextRun, build_stack
+from topograd.runs.session import Held, LoadedTextRun, build_stack
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.preservation import QUESTIONS, Preservation
@@ -44,7 +44,7 @@ def wide(gpt: LoadedTextRun) -> LoadedTextRun:
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return replace(gpt, config=replace(gpt.config, model=model), stack=stack, plan=plan)
+    return replace(gpt, config=replace(gpt.config, model=model), read_stack=Held(stack), plan=plan)
 
 
 @torch.no_grad()

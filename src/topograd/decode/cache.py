@@ -352,7 +352,7 @@ class Cache:
 
     def _run_arrays(self, stages: list[int], spans: Spans, cache: Any, source: Key) -> None:
         """A chain of stages, of which the first reads another as it is, in a runtime that takes arrays."""
-        embedding, read = self._arrayed(EMBEDDING), self._arrayed(source)
+        embedding, read = self.outputs[EMBEDDING], self.outputs[source]
         buffers = [self._array_buffer(stage, embedding.tail) for stage in stages]
         if self._chains:
             behind: abc.Sequence[Any] = [self.stages[stage] for stage in stages[1:]]
@@ -381,13 +381,10 @@ class Cache:
             self.outputs[key] = SlotBuffer((), tuple(shape), dtype, self.device)
         return self.outputs[key]
 
-    def _array_buffer(self, key: Key, shape: tuple[int, ...]) -> ArrayBuffer:
+    def _array_buffer(self, key: Key, shape: tuple[int, ...]) -> SlotBuffer:
         if key not in self.outputs:
             self.outputs[key] = ArrayBuffer((), tuple(shape))
-        return self._arrayed(key)
-
-    def _arrayed(self, key: Key) -> ArrayBuffer:
-        return cast("ArrayBuffer", self.outputs[key])
+        return self.outputs[key]
 
     def hidden(self, batch: Batch, stage: int, counts: abc.Sequence[int] | None = None) -> Tensor:
         """The stage's last outputs, `counts` of each sequence (by default one), packed: (N, ...)."""
@@ -405,7 +402,7 @@ class Cache:
     def hidden_array(self, batch: Batch, stage: int, counts: abc.Sequence[int] | None = None) -> NDArray[Any]:
         """`hidden` of a runtime that takes arrays."""
         order, spans = self._last_positions(batch, stage, counts)
-        hidden = spans.read_array(self._arrayed(stage))
+        hidden = spans.read_array(self.outputs[stage])
         if order == sorted(order):
             return hidden
         parts = dict(zip(order, np.split(hidden, np.cumsum(spans.counts)[:-1]), strict=True))

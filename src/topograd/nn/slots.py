@@ -148,6 +148,10 @@ class SlotBuffer:
         found: Tensor = buffer
         return found
 
+    def array(self, room: int, slots: int) -> NDArray[Any]:
+        """The same memory as an array, on a CPU."""
+        return self.at(room, slots).numpy()
+
     def copy(self, source: Place, target: Place, length: int, slots: int) -> None:
         """Give `target` the first positions of `source`, and zeros behind them."""
         new = self.at(target.room, slots)[target.slot]
@@ -434,7 +438,7 @@ class Spans:
         """Whether these are the same positions."""
         return self.key == _key(places, starts, counts)
 
-    def read_array(self, buffer: ArrayBuffer) -> NDArray[Any]:
+    def read_array(self, buffer: SlotBuffer) -> NDArray[Any]:
         """`read` as an array (N, ...); a view where there is one sequence."""
         if len(self.places) == 1:
             (group,) = self.groups
@@ -445,7 +449,7 @@ class Spans:
         ]
         return np.concatenate(parts)
 
-    def write_array(self, buffer: ArrayBuffer, values: NDArray[Any]) -> None:
+    def write_array(self, buffer: SlotBuffer, values: NDArray[Any]) -> None:
         """`write` of an array (N, ...)."""
         column = 0
         for place, start, group in self._each():

@@ -33,6 +33,16 @@ _CHATS: Registry[Callable[[Path, Tokenizer | None], Prepared | None]] = Registry
 """Readers of conversations; None where a file holds none."""
 
 
+@dataclass(frozen=True)
+class Held:
+    """What gives a model that is there already."""
+
+    stack: Stack
+
+    def __call__(self) -> Stack:
+        return self.stack
+
+
 @dataclass(kw_only=True)
 class LoadedRun:
     """A trained model of any task, ready to be read."""
@@ -110,7 +120,7 @@ def open_run(
     found = _verified(run, checkpoint) if later and config.device == "cpu" else None
     if found is None:
         stack, plan, loaded = read()
-        return _opened(run, config, lambda: stack, plan, loaded)
+        return _opened(run, config, Held(stack), plan, loaded)
     check_owner(run, found)
     topology = config.build_topology()
     opened = _opened(run, config, lambda: read()[0], Plan.of(topology, topology.layers), found)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from topograd.nn.transformer.stack import Transformer
 
 
-EPSILON = np.finfo(np.float32).eps
+EPSILON = np.float32(np.finfo(np.float32).eps)
 """As torch.nn.functional.rms_norm has it."""
 
 
@@ -64,7 +64,7 @@ class OperatorRuntime(ABC):
         """Matrices that are quantised, by name."""
         traits = self.stack.config.traits  # made anew at each look
         self.normed, self.learned = traits.normed_embedding, traits.learned_positions
-        self.positions = self.stack.config.positions if self.learned else None
+        self.known_positions = self.stack.config.positions if self.learned else None
         self.scale = self.stack.config.width**0.5 if traits.scaled_embedding else None
         tables = (self.stack.embedding, self.stack.previous)
         self.tables = [table.weight.detach().numpy() for table in tables if table is not None]
@@ -123,7 +123,7 @@ class OperatorRuntime(ABC):
         }
 
     def _check_stop(self, stop: int) -> None:
-        if self.positions is not None and stop > self.positions:
+        if self.known_positions is not None and stop > self.known_positions:
             import torch
 
             from topograd.nn.transformer.attention import check_reach

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from topograd.exec.stage_cache import StageCache
-    from topograd.nn.slots import ArrayBuffer, Spans
+    from topograd.nn.slots import SlotBuffer, Spans
     from topograd.nn.stack import LayerContext, Stack
 
 
@@ -46,7 +46,7 @@ class ArrayStageCache(Protocol):
 class ChainStageCache(Protocol):
     """A stage's cache that runs the stages behind it too, as one call."""
 
-    def run_chain(self, behind: Sequence[Any], states: Sequence[ArrayBuffer], spans: Spans) -> None:
+    def run_chain(self, behind: Sequence[Any], states: Sequence[SlotBuffer], spans: Spans) -> None:
         """Run this stage and those `behind` it, each of which reads the last hidden states of the one before.
 
         `states` are float32 hidden states: what this stage reads, x0, and what each of them writes.

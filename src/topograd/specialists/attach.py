@@ -38,7 +38,7 @@ from topograd.nn.heads import Head
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter, open_adapter
-from topograd.runs.session import LoadedTextRun
+from topograd.runs.session import Held, LoadedTextRun
 from topograd.specialists.tokens import NewToken, Vocabulary, shallow, with_new_rows
 from topograd.topology.plan import Plan
 
@@ -282,4 +282,4 @@ def card(name: str, base: LoadedTextRun, shape: Shape, lines: Sequence[str] = ()
 
 def with_plan(attached: Attached, plan: Plan) -> LoadedTextRun:
     """The base as a session whose model is the attached one and predicts by `plan`."""
-    return replace(attached.base, read_stack=lambda: attached.stack, plan=plan, later=False)
+    return replace(attached.base, read_stack=Held(attached.stack), plan=plan, later=False)

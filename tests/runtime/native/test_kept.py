@@ -28,7 +28,7 @@ from topograd.topology.plan import Plan
 if library.missing_reason():
     pytest.skip(str(library.missing_reason()), allow_module_level=True)
 
-NAMES = ("gpt", "gpt-windows", "llama-biases", "qwen3", "gpt2", "gemma2", "gemma3")
+NAMES = ("gpt-plain", "gpt-windows", "llama-biases", "qwen3", "gpt2", "gemma2", "gemma3")
 PLAN = Plan.of("2,2", 4)
 CONTEXT = 20
 
@@ -83,7 +83,8 @@ def test_a_damaged_file_is_not_used(place: Path, file: str, damage: str) -> None
     if damage == "gone":
         (place / file).unlink()
     else:
-        (place / file).write_bytes({"bit": content, "end": content[:-1], "empty": b""}[damage])
+        written = {"bit": bytes(content), "end": bytes(content[:-1]), "empty": b""}
+        (place / file).write_bytes(written[damage])
     assert open_kept(place, "float32", untouched) is None
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import ArrayBuffer, ArrayKVSlots, Place, Spans
+from topograd.nn.slots import ArrayBuffer, ArrayKVSlots, Place, SlotBuffer, Spans
 from topograd.runtime.native import library
 from topograd.runtime.native.library import Layer, Run
 from topograd.runtime.native.packing import pointers
@@ -43,7 +43,7 @@ class Binding:
     """A run of some layers whose buffers, in some rooms, are known: what is left is filled for each run."""
 
     def __init__(
-        self, stages: Sequence[NativeStageCache], rooms: Rooms, states: Sequence[ArrayBuffer] = ()
+        self, stages: Sequence[NativeStageCache], rooms: Rooms, states: Sequence[SlotBuffer] = ()
     ) -> None:
         """`states`: hidden states that are read, x0 and what each stage writes; none for packed arrays."""
         runtime, kv = stages[0].runtime, [slots for stage in stages for slots in stage.slots]
@@ -62,7 +62,7 @@ class Binding:
             self.run.taps = self._addresses([taps.get(i) for i in range(len(layers))], rooms)
         self.version = ArrayBuffer.version
 
-    def _addresses(self, buffers: Sequence[ArrayBuffer | None], rooms: Rooms) -> int:
+    def _addresses(self, buffers: Sequence[SlotBuffer | None], rooms: Rooms) -> int:
         """The address of an array of addresses."""
         arrays = [None if buffer is None else buffer.array(*room) for buffer in buffers for room in rooms]
         self._kept.append(pointers(arrays))
@@ -147,7 +147,7 @@ class NativeStageCache(StageCache):
         return after[self.planned.stage.stop]
 
     def _bound(
-        self, behind: Sequence[NativeStageCache], rooms: Rooms, states: Sequence[ArrayBuffer]
+        self, behind: Sequence[NativeStageCache], rooms: Rooms, states: Sequence[SlotBuffer]
     ) -> Binding:
         """Addresses are kept until a buffer is replaced."""
         key = (bool(states), *(stage.planned.index for stage in behind)), rooms
@@ -161,7 +161,7 @@ class ChainedStageCache(NativeStageCache):
     """The same, where several stages that read each other as they are run as one call."""
 
     def run_chain(
-        self, behind: Sequence[ChainedStageCache], states: Sequence[ArrayBuffer], spans: Spans
+        self, behind: Sequence[ChainedStageCache], states: Sequence[SlotBuffer], spans: Spans
     ) -> None:
         """This stage and those behind it; `states`: what this one reads, x0, and what each of them writes."""
         if self.planned.layers:

@@ -140,7 +140,7 @@ def _described(runtime: NativeRuntime, heads: list[int], parts: _Parts) -> Table
     }
 
 
-SETTINGS = ("normed", "learned", "scale", "positions", "softcap")
+SETTINGS = ("normed", "learned", "scale", "known_positions", "softcap")
 """Of a runtime, what the kept file has as numbers."""
 
 
@@ -200,7 +200,7 @@ def _write(parts: _Parts, file: Path) -> str:
 
 def _pieces(parts: _Parts) -> Iterable[memoryview]:
     for array in parts.arrays:
-        flat = memoryview(array.reshape(-1).view(np.uint8))
+        flat = array.reshape(-1).view(np.uint8).data
         yield from (flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK))
         yield memoryview(bytes(-array.nbytes % ALIGNED))
     yield memoryview(bytes(BEHIND))
