@@ -81,7 +81,7 @@ class Head:
     def __call__(self, h: Tensor) -> Tensor:
         """Logits (rows, vocab) of h (rows, width)."""
         h, readout = h.contiguous(), self._readout
-        logits = torch.empty(h.shape[0], self._outputs)  # anew: the caller may keep it
+        logits = torch.empty(h.shape[0], self._outputs, dtype=torch.float32)  # anew: the caller may keep it
         readout.rows, readout.h, readout.logits = h.shape[0], h.data_ptr(), logits.data_ptr()
         library.run_readout(readout)
         return logits
