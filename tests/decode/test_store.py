@@ -235,7 +235,7 @@ def test_a_calibration_of_version_0_2_is_read(here: LoadedTextRun) -> None:
 
 
 def test_each_runtime_and_precision_has_its_own(here: LoadedTextRun) -> None:
-    """What drafts cost and how often they are right in float32 says nothing about int8, nor torch of native."""
+    """What drafts cost and how often they are right in float32 says nothing about int8."""
     native, torch_ = (engine_of(here, name).runtime for name in ("native", "torch"))
     int8 = engine_of(here, "native", "int8").runtime
     pays, other = Tuning(PAYS, None, COSTS), replace(CALIBRATION, tokens=5)
