@@ -48,7 +48,7 @@ from topograd.decode.draft_model import ModelDrafter
 from topograd.decode.draft_stage import DraftStageDrafter
 from topograd.decode.drafters import MAX_DRAFT, AutoregressiveDrafter, DraftRule, LookupDrafter, PrefixDrafter
 from topograd.decode.engine import Engine, check_exits
-from topograd.decode.exit_pool import KINDS, PooledExits
+from topograd.decode.exit_pool import PooledExits, kind_of
 from topograd.decode.retrofitted import KIND, Retrofitted, has_retrofit, open_exits, open_retrofit
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble
@@ -99,8 +99,8 @@ def strategy_of(
         return PathEnsemble(engine, {parse_path(rest): 1.0})
     if kind == "branches":
         return PathEnsemble(engine, parse_branches(rest))
-    if kind in KINDS and not rest:
-        return PooledExits(engine, open_pool(session, kind))
+    if (pooled := kind_of(depth)) is not None:
+        return PooledExits(engine, open_pool(session, pooled))
     if kind == "wand":
         check_exits(session.plan)
         return _wand(depth, rest, load_calibration(session)[0], engine)
