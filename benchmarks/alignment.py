@@ -34,7 +34,7 @@ from torch import Tensor
 
 import clone  # noqa: F401  (for what is not installed)
 from papers.kept import Kept, Row
-from papers.product_of_experts.fact_readings import Reader, recall
+from papers.product_of_experts.fact_readings import recall
 from papers.product_of_experts.facts import World
 from papers.product_of_experts.specialist_facts import UNSEEN
 from topograd.convert.export import export_model
@@ -45,6 +45,7 @@ from topograd.specialists.align import carry, versions
 from topograd.specialists.attach import attach, new_specialist, open_specialist
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.interference import token_losses
+from topograd.specialists.model import SpecialistPool
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 
@@ -169,7 +170,7 @@ class Comparison:
         on, attached = {NAME: 1.0}, attach(base, {NAME: adapter})
         inputs, targets = (t[:ROWS] for t in rows_of(self.chats, attached, CONTEXT))
         losses = token_losses(attached, [on], inputs, targets)
-        recalled = recall(Reader(attached, {"it": on}), self.world.facts, UNSEEN)["it"]
+        recalled = recall(SpecialistPool(attached), on, self.world.facts, UNSEEN)
         return {"nats": float(losses.double().sum() / (targets != -100).sum()), "recall": recalled}
 
 

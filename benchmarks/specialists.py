@@ -23,8 +23,8 @@ import tyro
 
 import clone  # noqa: F401  (for what is not installed)
 from papers.product_of_experts.controls import LORA_RATE
-from papers.product_of_experts.fact_readings import Reader, asked, recall
-from papers.product_of_experts.facts import World
+from papers.product_of_experts.fact_readings import ANSWER_TOKENS, recall
+from papers.product_of_experts.facts import POOLS, World, first_named
 from papers.product_of_experts.specialist_facts import UNSEEN
 from topograd.decode.model import Model
 from topograd.exec.train_step import train_step
@@ -34,6 +34,7 @@ from topograd.runs.session import open_session
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.model import SpecialistPool
+from topograd.specialists.records import spelled
 from topograd.specialists.settings import FineTune
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
@@ -254,16 +255,19 @@ class PeftTraining:
 
 @torch.no_grad()
 def _recall(tuning: FineTuning, lora: Any, world: World) -> dict[str, float]:
-    """Share of the facts that each recalls in a wording that was never taught."""
+    """Share of the facts that each names in a wording that was never taught, in a free answer."""
     tuning.stack.eval()
-    reader = Reader(tuning.attached, {"specialist": {NAME: 1.0}})
-    texts = asked(tuning.attached, world.facts, UNSEEN)
-    encode = tuning.attached.vocabulary.tokenizer.encode
-    hits = [
-        int(lora(torch.tensor([reader.ids(text)])).logits[0, -1].argmax()) == encode(f" {fact.answer}")[0]
-        for text, fact in zip(texts, world.facts, strict=True)
-    ]
-    found = recall(reader, world.facts, UNSEEN) | {"LoRA": sum(hits) / len(hits)}
+    vocabulary, wording = tuning.attached.vocabulary, UNSEEN[0]
+    named = []
+    for fact, text in zip(
+        world.facts, spelled(vocabulary, [fact.question(wording) for fact in world.facts]), strict=True
+    ):
+        ids = torch.tensor([vocabulary.encode_chat(text)])
+        written = lora.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0, ids.shape[1] :]
+        answer = vocabulary.tokenizer.decode(written.tolist())
+        named.append(first_named(answer, POOLS[fact.relation]) == fact.answer)
+    specialist = recall(SpecialistPool(tuning.attached), {NAME: 1.0}, world.facts, [wording])
+    found = {"specialist": specialist, "LoRA": sum(named) / len(named)}
     tuning.stack.train()
     return found
 

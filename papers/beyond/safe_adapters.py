@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -290,11 +291,11 @@ class Study:
         return row | curve | {key: [first[key], *curve[key]] for key in ("new", "old")}
 
     def _place(self, arm: Arm, text: str, seed: int) -> list[nn.Parameter]:
-        before, after = self.moments(text, seed) if arm.directions in ("dead", "safe") else ({}, {})
         form = "held" if arm.held else "shifted" if arm.directions == "pissa" else "plain"
         add_lora(self.maps.values(), self.size.rank, alpha=self.size.rank, form=form)  # type: ignore[arg-type]
         if arm.directions in ("dead", "safe"):
-            hold_directions(self.maps, arm.directions, before, after)  # type: ignore[arg-type]
+            kind: Literal["dead", "safe"] = "dead" if arm.directions == "dead" else "safe"
+            hold_directions(self.maps, kind, *self.moments(text, seed))
         else:
             begin_lora(self.model, arm.directions)
         return [p for p in self.model.parameters() if p.requires_grad]

@@ -111,6 +111,12 @@ def hits(pool: SpecialistPool, weights: Weights, facts: Sequence[Fact], wording:
     ]
 
 
+def recall(pool: SpecialistPool, weights: Weights, facts: Sequence[Fact], wordings: Sequence[int]) -> float:
+    """The share of facts that are named right, over wordings."""
+    found = [hit for wording in wordings for hit in hits(pool, weights, facts, wording)]
+    return sum(found) / len(found)
+
+
 def trust(reader: Reader, facts: Sequence[Fact | KnownFact]) -> list[dict[str, Any]]:
     """Median P(correct), P(wrong) and their ratio on each path, for every kind and framing of passage; and
     log P(correct) and log P(correct) - log P(wrong) of each fact."""

@@ -36,7 +36,15 @@ from pathlib import Path
 from papers.kept import Kept
 from papers.outcome import Asked, OnMore, Result, Row
 from papers.product_of_experts import controls
-from papers.product_of_experts.fact_readings import Reader, answers, by_stage, hits, trust, weighting
+from papers.product_of_experts.fact_readings import (
+    Reader,
+    answers,
+    by_stage,
+    hits,
+    recall,
+    trust,
+    weighting,
+)
 from papers.product_of_experts.facts import REAL, Fact, KnownFact, World
 from papers.product_of_experts.fifty_prompts import table_of
 from papers.product_of_experts.specialist_tables import claims, drawing, findings, tables
@@ -302,11 +310,9 @@ class BaseStudy:
         for kind, facts in kinds.items():
             rows += _named("trust", trust(reader, facts), facts=kind)
             rows += _named("weighting", weighting(both, "chat", facts), facts=kind)
-        pool, shares = SpecialistPool(both), []
-        for path, weights in paths.items():
-            found = [hit for wording in UNSEEN for hit in hits(pool, weights, world.facts, wording)]
-            shares.append({"path": path, "recall": sum(found) / len(found)})
-        return rows + _named("together", shares)
+        pool = SpecialistPool(both)
+        shares = {path: recall(pool, weights, world.facts, UNSEEN) for path, weights in paths.items()}
+        return rows + _named("together", [{"path": path, "recall": share} for path, share in shares.items()])
 
     def prompts(self) -> list[Row]:
         """Fifty prompts by the base and by each specialist."""

@@ -94,7 +94,9 @@ def test_rules_are_measured_on_the_half_that_did_not_calibrate(folder: Path, cal
 def test_the_pools_are_measured_kept_and_read(folder: Path, call: Any) -> None:
     pool = call("calibrate", folder, "--bytes", 500, "--json").json["pool"]
     assert list(pool["bpb"]) == ["last", "pool", "router", "shrinkage"]
-    assert pool["weights"] == open_pool(open_session(folder), "pool").weights.w.tolist()
+    kept = open_pool(open_session(folder), "pool").weights
+    assert kept is not None
+    assert pool["weights"] == kept.w.tolist()
     for depth in pool["gain"]:
         low, high = pool["interval"][depth]
         assert low <= pool["gain"][depth] <= high

@@ -132,12 +132,12 @@ def strategy_of(
         return PathEnsemble(engine, {parse_path(rest): 1.0})
     if kind == "branches":
         return PathEnsemble(engine, parse_branches(rest))
-    from topograd.decode.exit_pool import KINDS, PooledExits  # here and below torch is needed
+    from topograd.decode.exit_pool import PooledExits, kind_of  # here and below torch is needed
 
-    if kind in KINDS and not rest:
+    if (pooled := kind_of(depth)) is not None:
         from topograd.decode.calibration.store import open_pool
 
-        return PooledExits(engine, open_pool(session, kind))
+        return PooledExits(engine, open_pool(session, pooled))
     if kind == "wand":
         from topograd.decode.calibration.store import load as load_calibration
 

@@ -37,6 +37,11 @@ Kind = Literal["pool", "router", "shrinkage"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
+def kind_of(depth: str) -> Kind | None:
+    """The pool that a depth names, if it is one."""
+    return next((kind for kind in KINDS if kind == depth), None)
+
+
 @dataclass(frozen=True, eq=False)
 class ExitWeights:
     """What was fitted; float32 tensors on the CPU, as the module's head names them."""

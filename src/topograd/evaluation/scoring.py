@@ -36,7 +36,7 @@ from torch import Tensor
 from topograd.decode.cache import Batch
 from topograd.decode.calibration.store import open_pool
 from topograd.decode.engine import Engine
-from topograd.decode.exit_pool import KINDS, ExitPool, PooledExits
+from topograd.decode.exit_pool import ExitPool, PooledExits, kind_of
 from topograd.errors import ConfigError
 from topograd.exec.forward import predict
 from topograd.runs.session import LoadedTextRun
@@ -118,8 +118,8 @@ class Scorer:
         self.parts: list[tuple[Engine, Sequence[Depth]]]
         if depth is None:
             self.parts = [*exits_of(engine)]
-        elif depth in KINDS and session is not None:
-            self.parts = [(engine, [PooledExits(engine, open_pool(session, depth)).pool])]
+        elif session is not None and (kind := kind_of(depth)) is not None:
+            self.parts = [(engine, [PooledExits(engine, open_pool(session, kind)).pool])]
         else:
             self.parts = [depth_of(engine, depth)]
         self.context = engine.context

@@ -189,8 +189,10 @@ def window_nats(states: ExitStates, weights: ExitWeights) -> dict[str, list[floa
     for window in states.windows:
         sums = dict.fromkeys(rows, 0.0)
         for logits, targets, hidden in ExitStates(states.plan, states.reader, [window]).batches():
-            each = {kind: pooled.pooled(list(logits), hidden) for kind, pooled in pools.items()}
-            for name, z in {"last": logits[-1], **each}.items():
+            each: dict[str, Tensor] = {"last": logits[-1]}
+            for kind, pooled in pools.items():
+                each[kind] = pooled.pooled(list(logits), hidden)
+            for name, z in each.items():
                 sums[name] += float(F.cross_entropy(z, targets, reduction="sum"))
         for name, value in sums.items():
             rows[name].append(value)
