@@ -157,7 +157,7 @@ def read_model(settings: Settings) -> dict[str, Any]:
 
 def peak_gigabytes() -> float:
     """The most memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def read_block(settings: Settings) -> dict[str, Any]:

@@ -61,14 +61,14 @@ def window(seed: int, fault: str | None, score: float, other: float, early: floa
 
 def test_detection_is_at_an_equal_rate_of_false_alarms_and_gains_pay_for_theirs() -> None:
     draw = np.random.default_rng(0)
-    calm = [window(i % 4, None, *draw.normal(size=2), 0) for i in range(200)]
+    calm = [window(i % 4, None, draw.normal(), draw.normal(), 0) for i in range(200)]
     broken = [window(i % 4, "logits", 9.0 if i < 20 else 0.0, 9.0 if i >= 20 else 0.0, -9) for i in range(40)]
     found = judged([*calm, *broken])
     assert found["gradient_norm"]["detected"] == 0.5
     assert found["gradient_norm"]["area"] == pytest.approx(0.75, abs=0.06)
     assert found["gradient_norm"]["early"] == 0, "only behind the damage"
     assert found["rank"]["gain_detected"] == 0.5, "it sees the other half"
-    noise = [window(i % 4, "logits", *draw.normal(size=2), -9) for i in range(200)]
+    noise = [window(i % 4, "logits", draw.normal(), draw.normal(), -9) for i in range(200)]
     assert judged([*calm, *noise])["rank"]["gain_detected"] == pytest.approx(0, abs=0.06)
     rows = with_intervals([*calm, *broken], draws=20)["gradient_norm"]["detected"]
     assert rows["interval"][0] <= rows["value"] <= rows["interval"][1]
