@@ -63,7 +63,7 @@ def region_span(
     while ready:
         now, p = heapq.heappop(ready)
         try:
-            wanted = tasks[p].send(now if p in begun else None)
+            wanted = tasks[p].send(now) if p in begun else next(tasks[p])
         except StopIteration:
             end = max(end, now)
             continue
