@@ -25,6 +25,7 @@ import tyro
 import clone  # noqa: F401  (for what is not installed)
 from papers.product_of_experts import composition, head_perturbation
 from topograd.decode.calibration import fit_pool
+from topograd.evaluation import exit_pools
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import heldout_text, open_session
 
@@ -48,7 +49,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     stack: Any = session.stack
     rows = range(len(text.inputs))
     weights = fit_pool.fit(fit_pool.ExitStates.read(session, text, rows[::2]))
-    learned = fit_pool.measure(session, fit_pool.ExitStates.read(session, text, rows[1::2]), weights)
+    learned = exit_pools.measure(session, fit_pool.ExitStates.read(session, text, rows[1::2]), weights)
     if settings.learned:
         return {"run": str(settings.run), "bytes": text.nbytes, "learned": learned}
     return {

@@ -16,7 +16,7 @@ from torch import Tensor
 from raising import refused
 from topograd.data.windows import Text
 from topograd.decode.calibration import fit_pool
-from topograd.decode.calibration.fit_pool import ExitStates, fit, fit_weights, measure, window_nats
+from topograd.decode.calibration.fit_pool import ExitStates, fit, fit_weights, window_nats
 from topograd.decode.calibration.measure import EPS, Bounds, Calibration, PositionCosts
 from topograd.decode.calibration.store import open_pool, store
 from topograd.decode.calibration.tune import Tuning
@@ -24,6 +24,7 @@ from topograd.decode.depths import engine_of, strategy_of
 from topograd.decode.exit_pool import KINDS, ExitWeights
 from topograd.decode.strategies import generate_batch
 from topograd.errors import ConfigError, RunError
+from topograd.evaluation.exit_pools import measure
 from topograd.evaluation.scoring import Scorer, TokenRow
 from topograd.runs.folder import Run
 from topograd.runs.session import LoadedTextRun, heldout_text

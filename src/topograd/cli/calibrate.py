@@ -53,13 +53,14 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--bytes is {args.bytes}", remedy="it must be at least 1")
     from topograd.cli.progress import counted
     from topograd.convert.model_argument import resolve_model
-    from topograd.decode.calibration.fit_pool import ExitStates, fit, measure
+    from topograd.decode.calibration.fit_pool import ExitStates, fit
     from topograd.decode.calibration.measure import Calibration, heldout_readings
     from topograd.decode.calibration.store import store
     from topograd.decode.calibration.tune import tune
     from topograd.decode.depths import engine_of
     from topograd.decode.engine import check_exits
     from topograd.decode.retrofitted import has_retrofit, open_retrofit
+    from topograd.evaluation.exit_pools import measure
     from topograd.runs.session import open_session
 
     session = open_session(resolve_model(args.model))

@@ -14,9 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 from topograd.data.windows import Text
 from topograd.decode.exit_pool import KINDS, ExitPool, ExitWeights, weighted
 from topograd.decode.retrofitted import open_exits
-from topograd.evaluation.intervals import mean_interval
 from topograd.exec.forward import predict, stage_outputs
 from topograd.nn.translator import Readable, TranslatedReader
 from topograd.runs.session import LoadedTextRun
@@ -161,24 +158,6 @@ def fit_weights(batches: Batches) -> Tensor:
         w = w - step * min(1.0, 1.0 / float(step.abs().max().clamp_min(1e-12)))
     assert w is not None
     return w
-
-
-def measure(session: LoadedTextRun, states: ExitStates, weights: ExitWeights) -> dict[str, Any]:
-    """Bits per byte of the model and of each pool, and what each gains with its 95 % interval over windows.
-
-    The interval is of windows that are drawn again (`evaluation/intervals.py`): one model, no other training.
-    """
-    nats = window_nats(states, weights)
-    lengths = torch.as_tensor(session.tokenizer.byte_lengths)
-    nbytes = int(sum(lengths[targets.cpu()].sum() for _, targets in states.windows))
-    unit = len(states.windows) / (math.log(2) * nbytes)
-    columns = np.array([[nats["last"][i] - nats[k][i] for k in KINDS] for i in range(len(states.windows))])
-    return {
-        "tokens": sum(len(targets) for _, targets in states.windows),
-        "bpb": {name: math.fsum(rows) / (math.log(2) * nbytes) for name, rows in nats.items()},
-        "gain": dict(zip(KINDS, (unit * columns.mean(0)).tolist(), strict=True)),
-        "interval": {k: list(ends) for k, ends in zip(KINDS, mean_interval(unit * columns), strict=True)},
-    }
 
 
 @torch.no_grad()
