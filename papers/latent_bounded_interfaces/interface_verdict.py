@@ -34,7 +34,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -193,9 +193,10 @@ def _moves(arm: Arm) -> list[tuple[str, float]]:
 
 
 def _moved(rates: OptimizerConfig, which: str, factor: float) -> OptimizerConfig:
-    if which == "all":
-        return _adamw(float(f"{rates.lr_matrix * factor:.3g}"))
-    return replace(rates, **{which: float(f"{getattr(rates, which) * factor:.3g}")})
+    before: float = getattr(rates, "lr_matrix" if which == "all" else which)
+    after = float(f"{before * factor:.3g}")
+    changes: dict[str, Any] = {which: after}
+    return _adamw(after) if which == "all" else replace(rates, **changes)
 
 
 def _adamw(rate: float) -> OptimizerConfig:

@@ -72,13 +72,15 @@ def test_the_published_interface_is_read_from_prefixes() -> None:
 
 @pytest.mark.parametrize("optimum", [0.0025, 0.02, 0.08])
 def test_rates_are_moved_until_both_neighbours_are_worse(optimum: float) -> None:
-    asked_for = []
+    asked_for: list[float] = []
 
     def loss(rates: OptimizerConfig) -> float:
+        assert rates.lr_matrix is not None
         asked_for.append(rates.lr_matrix)
         return abs(math.log(rates.lr_matrix / optimum))
 
     arm = study.ARMS["dense"]
     best = study.climb(study.first_rates(arm), loss, partial(study._moved, which="lr_matrix"), 2)
+    assert best.lr_matrix is not None
     assert best.lr_matrix == pytest.approx(optimum)
     assert min(asked_for) < best.lr_matrix < max(asked_for)
