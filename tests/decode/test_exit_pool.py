@@ -59,7 +59,7 @@ def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
 def kept(session: LoadedTextRun, tmp_path: Path) -> LoadedTextRun:
     """The session of a folder whose calibration has a pool."""
     here = replace(session, run=Run(tmp_path))
-    store(here, CALIBRATION, OFF, some_weights())
+    store(here, engine_of(here, "torch").runtime, CALIBRATION, OFF, some_weights())
     return here
 
 
@@ -119,7 +119,7 @@ def test_what_is_written_is_the_likeliest_of_the_sum(kept: LoadedTextRun, kind: 
 def test_equal_weights_of_one_exit_are_full_depth(kept: LoadedTextRun) -> None:
     last = some_weights()
     last = replace(last, w=torch.tensor([0.0, 0.0, 1.0]), c=torch.tensor([0.0, 0.0, 1.0]), B=0 * last.B)
-    store(kept, CALIBRATION, OFF, last)
+    store(kept, engine_of(kept, "torch").runtime, CALIBRATION, OFF, last)
     rows = [[TokenRow([5, 80, 3, 200, 7], 1)]]
     engine = engine_of(kept, "torch")
     [[full]] = Scorer(engine, "full").score(rows)
@@ -209,7 +209,7 @@ def test_a_run_without_a_pool_says_how_to_get_one(session: LoadedTextRun, tmp_pa
     with refused(RunError, setting="calibration"):
         open_pool(here, "pool")
     assert open_pool(here, "shrinkage").weights is None
-    store(here, CALIBRATION, OFF)
+    store(here, engine_of(here, "torch").runtime, CALIBRATION, OFF)
     with refused(RunError, setting="pool", remedy=f"run: topograd calibrate {tmp_path}"):
         strategy_of("router", here, engine_of(here, "torch"))
     with refused(ConfigError, setting="depth", given="pool:3"):
@@ -226,9 +226,10 @@ def test_a_damaged_pool_is_refused(kept: LoadedTextRun, name: str) -> None:
 
 
 def test_the_server_knows_them(kept: LoadedTextRun, session: LoadedTextRun, tmp_path: Path) -> None:
-    assert known_depths(kept)[-2:] == ["pool", "router"]
+    runtime = engine_of(session, "torch").runtime
+    assert known_depths(kept, runtime)[-2:] == ["pool", "router"]
     bare = replace(session, run=Run(tmp_path / "bare"))
-    assert "pool" not in known_depths(bare)
+    assert "pool" not in known_depths(bare, runtime)
     for kind in KINDS:
         assert SAFE.fullmatch(kind)
         assert depth_of_suffix(kind) == kind

@@ -76,9 +76,9 @@ def test_the_base_runs_once_for_all_rows(
     ran: list[tuple[int, int]] = []
     original = batch[0].cache._run
 
-    def watched(some: list[Sequence], stage: int) -> None:
-        ran.append((stage, len(some)))
-        original(some, stage)
+    def watched(some: list[Sequence], stage: int, behind: list[int]) -> None:
+        ran.extend((each, len(some)) for each in (stage, *behind))
+        original(some, stage, behind)
 
     monkeypatch.setattr(batch[0].cache, "_run", watched)
     pool.strategy([{}, {"b": 1.0}, {}]).step(batch)

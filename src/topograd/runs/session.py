@@ -92,8 +92,9 @@ def open_session(folder: Path | str, name: str | None = None, *, later: bool = F
     """The text run in `folder` with its newest checkpoint, or the one called `name`; `later`: `open_run`."""
     run = Run.open(folder)
     if (task := read_settings(run).model.task) != "text":
-        what = "images" if task == "images" else "hidden tokens, and predicts no next one"
-        raise RunError(f"{folder} was trained on {what}", setting="folder", remedy="give a run on text")
+        hidden = "was trained on hidden tokens, and predicts no next one"
+        what = "was trained on images" if task == "images" else hidden
+        raise RunError(f"{folder} {what}", setting="folder", remedy="give a run on text")
     tokenizer = read_tokenizer(run)
     return LoadedTextRun(**vars(open_run(folder, name, tokenizer, later=later)), tokenizer=tokenizer)
 

@@ -97,7 +97,12 @@ def test_stages_that_have_run_equally_far_are_one_call(
 ) -> None:
     layers: list[int] = []
     run = library.run_stage
-    monkeypatch.setattr(library, "run_stage", lambda given: (layers.append(given.layers), run(given)))
+
+    def counted(given: library.Run) -> None:
+        layers.append(given.layers)
+        run(given)
+
+    monkeypatch.setattr(library, "run_stage", counted)
     cache = Cache(long, PLAN, 300)
     one, two = cache.new(), cache.new()
     cache.push([one, two], [[1, 2], [3]])

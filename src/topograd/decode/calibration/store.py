@@ -63,7 +63,7 @@ def store(
         file = _read(session, "")
         entries, kept = (file.entries, file.pool) if file.about == own else ({}, None)
     entries |= {entry_name(runtime): (calibration, tuning)}
-    values = {"format": FORMAT, "version": VERSION, **own}
+    values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **own}
     values["entries"] = {
         name: {"calibration": calibration_dict(read), "tuning": tuning_dict(tuned)}
         for name, (read, tuned) in entries.items()

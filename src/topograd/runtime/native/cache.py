@@ -52,8 +52,8 @@ class Binding:
         self._kept: list[Any] = [(Layer * len(layers))(*layers)]
         self.run = Run(0, runtime.width, len(layers), len(rooms), runtime.threads, not states)
         self.run.layer = self._kept[0]
-        self.run.keys = self._addresses([each and each.keys for each in kv], rooms)
-        self.run.values = self._addresses([each and each.values for each in kv], rooms)
+        self.run.keys = self._addresses([None if each is None else each.keys for each in kv], rooms)
+        self.run.values = self._addresses([None if each is None else each.values for each in kv], rooms)
         if states:
             source, x0, *behind = states
             ends = list(accumulate(len(stage.planned.layers) for stage in stages))
