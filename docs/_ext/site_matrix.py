@@ -60,7 +60,7 @@ FEATURES = {
 _TEXT = ("src/topograd/runs/session.py", "was trained on images")
 _MIXER = ("src/topograd/runtime/operators.py", "layers are not transformer blocks")
 _OWN = ("src/topograd/convert/export.py", "is a model of our own kind, which no other program knows")
-_KIND = ("src/topograd/runs/config.py", "is for models of text, and model.kind is")
+_KIND = ("src/topograd/runs/config.py", "is for models of the next token, and model.kind is")
 _ONNX = ("src/topograd/runtime/operators.py", "is not made of transformer blocks")
 ERRORS = {
     ("mamba", "runtime"): _MIXER,

@@ -94,9 +94,9 @@ def test_int8_is_the_model_of_its_weights(kind: str) -> None:
     stack = made(kind, width=64)
     runtime = NativeRuntime(stack, "int8")
     ours, twin = logits(runtime, [80]), deepcopy(stack)
-    layers: list[torch.nn.Module] = [*twin.layers]
+    layers, head = [*twin.layers], twin.get_submodule("head")
     for name, packed in runtime.made.items():
-        weight = twin.head.matrix(-1) if name == "head" else _projection(layers, name)
+        weight = head.get_parameter("weight") if name == "head" else _projection(layers, name)
         weight.copy_(torch.from_numpy(dequantize(packed, weight.shape[1])))
     assert len(runtime.made) == 9
     theirs = logits(NativeRuntime(twin), [80])
