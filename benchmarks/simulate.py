@@ -36,7 +36,7 @@ class Simulate:
     """Bytes of their gradient in few bits."""
     shared: float = Work.shared
     """Bytes of parameters that all stages read; 0 without an x0 bus."""
-    head: float = Work.head
+    head_bytes: float = Work.head
     """Bytes of the head."""
     stage: float = Work.stage
     """Bytes of parameters of a stage."""
@@ -63,7 +63,7 @@ class Simulate:
             message=self.message,
             thin=self.thin,
             shared=self.shared,
-            head=self.head,
+            head=self.head_bytes,
             stage=self.stage,
             interface_rank=self.interface_rank,
             interface_bytes=self.interface_bytes,

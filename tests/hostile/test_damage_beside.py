@@ -59,7 +59,7 @@ def test_a_draft_stage_and_a_calibration(straight: Run, count: Count, times: int
     folder = retrofitted_copy(straight.folder, tmp_path / "run")
 
     def used(copy: Path) -> Any:
-        model = Model(open_session(copy), "torch")
+        model = Model(open_session(copy))
         return [str(model.generate([5, 6], 6, depth=depth)) for depth in ("speculate", "wand", "prefix:1")]
 
     own = [file for file in files_of(folder) if file.parts[0] in ("draft", "calibration.json")]

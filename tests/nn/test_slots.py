@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from topograd.nn import slots
-from topograd.nn.slots import MAX_RAGGED, STEP, ArrayBuffer, KVSlots, Place, PlaceTable, SlotBuffer, Spans
+from topograd.nn.array_slots import ArrayBuffer
+from topograd.nn.slots import MAX_RAGGED, STEP, KVSlots, Place, PlaceTable, SlotBuffer, Spans
 
 CPU = torch.device("cpu")
 BYTES = 8

@@ -19,7 +19,7 @@ def test_every_way_is_measured(launch: Any, monkeypatch: pytest.MonkeyPatch) -> 
     job = launch("bench", 2, settings=TINY)
     found = job.wait()[0]
     assert found is not None, job.said()
-    monkeypatch.setattr(pipeline, "_run", lambda settings, places: found)
+    monkeypatch.setattr(pipeline, "run_ranks", lambda settings, command: found)
     results = pipeline.bench_pipeline(PipelineSettings(**TINY))
     assert {"throughput_ratio_vs_single", "bubble"} <= results["staged"].keys()
     assert {"throughput_ratio_vs_single", "bubble", "schedule"} <= results["backprop"].keys()

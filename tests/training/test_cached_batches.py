@@ -81,7 +81,7 @@ def test_a_teachers_logits_are_computed_once(
     chosen = config.changed(steps=4, save_every=2, eval_every=0, teacher_top=vocab, **table)
     trainer = start(chosen, tmp_path / "student")
     trainer.task.prepare(0, None)
-    assert (tmp_path / "student" / LOGITS / "teacher.json").is_file()
+    assert (tmp_path / "student" / LOGITS / "cache.json").is_file()
     assert trainer.task.states is not None
     batch = next(trainer.task.states)
     assert batch.teacher is not None

@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Sequence
 from topograd.errors import StackError
+from topograd.nn.array_slots import ArrayBuffer
 from topograd.nn.host_numbers import send
-from topograd.nn.slots import ArrayBuffer, Place, PlaceTable, SlotBuffer, Spans
+from topograd.nn.slots import Place, PlaceTable, SlotBuffer, Spans
 from topograd.runtime.protocol import (
     ArrayRuntime,
     ArrayStageCache,

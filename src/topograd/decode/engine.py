@@ -94,7 +94,6 @@ class Engine:
         """The stages that predict."""
         self.translators = functools.cache(translators)
         self._last_head = self.plan.stages[self.plan.last].head
-        self._reader = self.reader(self.runtime)
 
     @property
     def stack(self) -> Stack:
@@ -209,6 +208,10 @@ class Engine:
         check_finite(best)
         return tokens
 
+    @functools.cached_property
+    def _reader(self) -> Readable:
+        return self.reader(self.runtime)
+
     def translator(self, head: int) -> Translator | None:
         """What an exit with this head is read through; None for the last, and where it is read as it is."""
         return None if head == self._last_head else self.translators().get(head)
@@ -217,7 +220,7 @@ class Engine:
         """The stack or a runtime, with the exits before the last read through their translators."""
         from topograd.nn.translator import TranslatedReader
 
-        return TranslatedReader(reader, self.translators, self._last_head)
+        return TranslatedReader(reader, lambda: self.translators(), self._last_head)
 
 
 def check_exits(plan: Plan) -> None:

@@ -17,7 +17,6 @@ Limits: one thread at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -177,62 +176,6 @@ class SlotBuffer:
         """Free all other rooms."""
         for room in [room for room in self.rooms if room not in rooms]:
             del self.rooms[room]
-
-
-class ArrayBuffer(SlotBuffer):
-    """The same in float32 on a CPU, in arrays: torch is imported where a tensor of them is asked for."""
-
-    version = object()
-    """Another one each time that the memory of any buffer is replaced: addresses are good until then."""
-
-    def __init__(self, lead: tuple[int, ...], tail: tuple[int, ...]) -> None:
-        self.lead, self.tail = lead, tail
-        self.rooms: dict[int, NDArray[np.float32]] = {}
-
-    def at(self, room: int, slots: int) -> Tensor:
-        import torch
-
-        return torch.from_numpy(self.array(room, slots))
-
-    def array(self, room: int, slots: int) -> NDArray[np.float32]:
-        """The array of a room, with at least so many slots; new ones are zero."""
-        array = self.rooms.get(room)
-        if array is None or len(array) < slots:
-            larger = _zeros((slots, *self.lead, room, *self.tail))
-            if array is not None:
-                larger[: len(array)] = array
-            self.rooms[room] = array = larger
-            ArrayBuffer.version = object()
-        return array
-
-    def copy(self, source: Place, target: Place, length: int, slots: int) -> None:
-        axis = len(self.lead)
-        new = np.moveaxis(self.array(target.room, slots)[target.slot], axis, 0)
-        old = self.rooms.get(source.room)
-        if old is None or len(old) <= source.slot:
-            length = 0
-        else:
-            new[:length] = np.moveaxis(old[source.slot], axis, 0)[:length]
-        new[length:] = 0
-
-    def grow(self, old: int, new: int) -> None:
-        array = self.rooms.pop(old, None)
-        ArrayBuffer.version = object()
-        if array is not None:
-            axis = 1 + len(self.lead)
-            np.moveaxis(self.array(new, len(array)), axis, 0)[:old] = np.moveaxis(array, axis, 0)
-
-    def keep_rooms(self, rooms: Sequence[int]) -> None:
-        super().keep_rooms(rooms)
-        ArrayBuffer.version = object()
-
-
-def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Zeros that begin at a multiple of 64 bytes, as those of torch."""
-    size = math.prod(shape)
-    memory = np.zeros(size + 16, np.float32)
-    first = -memory.ctypes.data % 64 // 4
-    return memory[first : first + size].reshape(shape)
 
 
 @dataclass(eq=False)
@@ -525,14 +468,3 @@ class KVSlots:
     def append(self, group: Group, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new positions of a group; all its keys and values so far (views)."""
         return group.store(self.keys, keys), group.store(self.values, values)
-
-
-class ArrayKVSlots(KVSlots):
-    """The same for a runtime that computes on arrays: float32 on a CPU."""
-
-    keys: ArrayBuffer
-    values: ArrayBuffer
-
-    def __init__(self, heads: int, width: int) -> None:
-        self.keys, self.values = (ArrayBuffer((heads,), (width,)) for _ in range(2))
-        self.position_bytes = 8 * heads * width

@@ -79,14 +79,14 @@ def bpb_prediction(bpb: object) -> float:
 def loss_series(run: RunData) -> Series | None:
     """The training loss of each stage in nats per token, or None if no record has a finite one."""
     return _series(
-        (record, numbers(record.get("loss"))) for record in _records(run) if record.get("kind") == "train"
+        (record, numbers(record.get("loss"))) for record in records(run) if record.get("kind") == "train"
     )
 
 
 def bpb_series(run: RunData) -> Series | None:
     """Held-out bits per byte of each prefix during training, or None if no record has a finite one."""
     return _series(
-        (record, bpb_by_prefix(record.get("bpb"))) for record in _records(run) if record.get("kind") == "eval"
+        (record, bpb_by_prefix(record.get("bpb"))) for record in records(run) if record.get("kind") == "eval"
     )
 
 
@@ -100,7 +100,7 @@ def stage_count(run: RunData) -> int:
 
 def last_value(run: RunData, kind: str, key: str) -> float:
     """The last finite value of one field among the metrics of a kind, NaN if there is none."""
-    values = [number(record.get(key)) for record in _records(run) if record.get("kind") == kind]
+    values = [number(record.get(key)) for record in records(run) if record.get("kind") == kind]
     return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
 
 
@@ -156,7 +156,7 @@ def smooth(values: Array, window: int) -> Array:
     return np.where(inside > 0, (sums[high] - sums[low]) / np.maximum(inside, 1), np.nan)
 
 
-def _records(run: RunData) -> list[Mapping[str, Any]]:
+def records(run: RunData) -> list[Mapping[str, Any]]:
     return [record for record in run.metrics if isinstance(record, Mapping)]
 
 

@@ -7,7 +7,7 @@ The first is from its metrics (`learned`, `forgotten` at every evaluation), the 
 from collections.abc import Mapping
 from typing import Any
 
-from topograd.report.data import RunData, number
+from topograd.report.data import RunData, number, records
 from topograd.report.drawing import Bar, bars, legend_below, look, new_figure, panels, whole_steps
 from topograd.report.figures import Panel
 from topograd.report.tables import Table, fixed, read_row, spread
@@ -17,7 +17,7 @@ KINDS = ("learned", "forgotten")
 
 def forgetting_panel(run: RunData) -> Panel | None:
     """Learned and forgotten at every evaluation."""
-    rows = [r for r in run.metrics if r.get("kind") == "eval" and "forgotten" in r]
+    rows = [r for r in records(run) if r.get("kind") == "eval" and "forgotten" in r]
     if not rows:
         return None
     title, figure = "Learned and forgotten", new_figure(3.0)

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import ArrayKVSlots, Group, Place, Spans
+from topograd.nn.array_slots import ArrayKVSlots
+from topograd.nn.slots import Group, Place, Spans
 from topograd.nn.stack import LayerContext
 from topograd.runtime.graph import Session
 from topograd.topology.plan import PlannedStage

@@ -403,6 +403,7 @@ def measure_positions(engine: Engine, rounds: int | None = None) -> PositionCost
     engine.run(batch, engine.exits[-1])
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _, size in itertools.product(range(rounds or ROUNDS), sizes):
+        _round_seconds(engine, batch, size)  # in a text a round follows others of its kind
         seconds[size].append(_round_seconds(engine, batch, size))
     verify, least = {}, 0.0
     for size in sizes:  # more positions never cost less
@@ -428,8 +429,9 @@ def measure_draft(engine: Engine, drafter: AutoregressiveDrafter) -> dict[str, f
     engine.run(batch, engine.exits[-1])
     seconds: dict[tuple[int, bool], list[float]] = {}  # by the guesses kept, and whether they are computed
     for _, kept, computed in itertools.product(range(ROUNDS), sorted({0, 1, steps}), (False, True)):
-        took = _round_seconds(engine, batch, kept + 1, drafter if computed else None)
-        seconds.setdefault((kept, computed), []).append(took)
+        guesses = drafter if computed else None
+        _round_seconds(engine, batch, kept + 1, guesses)
+        seconds.setdefault((kept, computed), []).append(_round_seconds(engine, batch, kept + 1, guesses))
     low = {key: lower_quartile(each) for key, each in seconds.items()}
     none, one, all_ = (low[kept, True] - low[kept, False] for kept in (0, 1, steps))
     keep = max(0.0, one - none)

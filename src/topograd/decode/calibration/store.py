@@ -104,15 +104,19 @@ def load(session: LoadedTextRun, runtime: Runtime) -> tuple[Calibration, Tuning]
             given=calibration.step if calibration.step != session.step else calibration.stages,
             remedy=again,
         )
+    _check_about(session, file)
     return found
 
 
 def _file(session: LoadedTextRun) -> _File:
-    """What the run keeps, read once; RunError where there is nothing, or of other weights or exits."""
+    """What the run keeps, read once; RunError where there is nothing."""
     again = _again(session)
     if not session.run.calibration_file.exists():
         raise RunError(f"{session.run.folder} is not calibrated", setting="calibration", remedy=again)
-    file = session.once(CALIBRATION, lambda: _read(session, again))
+    return session.once(CALIBRATION, lambda: _read(session, again))
+
+
+def _check_about(session: LoadedTextRun, file: _File) -> None:
     for name, own, what in (
         ("weights", session.weights, "other weights"),
         ("exits", exits_digest(session), "other exits (draft/)"),
@@ -122,9 +126,8 @@ def _file(session: LoadedTextRun) -> _File:
                 f"the calibration of {session.run.folder} is of {what}",
                 setting=name,
                 given=file.about[name],
-                remedy=again,
+                remedy=_again(session),
             )
-    return file
 
 
 def open_pool(session: LoadedTextRun, kind: Kind) -> ExitPool:
@@ -132,12 +135,13 @@ def open_pool(session: LoadedTextRun, kind: Kind) -> ExitPool:
     check_exits(session.plan)
     if kind == "shrinkage":
         return ExitPool(kind, session.plan, None)
-    values, again = _file(session).pool, _again(session)
-    if values is None:
+    file, again = _file(session), _again(session)
+    _check_about(session, file)
+    if file.pool is None:
         raise RunError(
             f"the calibration of {session.run.folder} has no pool", setting="pool", given=None, remedy=again
         )
-    return ExitPool(kind, session.plan, _pool_of(values, session, again))
+    return ExitPool(kind, session.plan, _pool_of(file.pool, session, again))
 
 
 def _pool_of(values: Any, session: LoadedTextRun, again: str) -> ExitWeights:

@@ -51,7 +51,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -221,9 +221,9 @@ class EarlyWarning(ModelHooks):
 
         Where there is no loss, None, the other signals are read.
         """
-        values = self._update_values()
+        signals = self._update_signals()
         if step < self._next:
-            return self._raise(step, values) if values else []
+            return self._raise(step, _numbers(signals)) if signals else []
         self.last_step = step
         self._next = step + self._every
         self._slow_now = step >= self._next_slow
@@ -231,9 +231,8 @@ class EarlyWarning(ModelHooks):
             self._next_slow = step + self._slow_every
         if self._slow_now and self._updates is not None:
             self._updates.follow()
-        values |= {
-            name: value for name, value in self._values(loss) if math.isfinite(value) or name == "loss"
-        }
+        found = _numbers(signals | self._signals(loss))
+        values = {name: value for name, value in found.items() if math.isfinite(value) or name == "loss"}
         self._seen.clear()
         return self._raise(step, values)
 
@@ -275,7 +274,7 @@ class EarlyWarning(ModelHooks):
         return alarm
 
     @torch.no_grad()
-    def _values(self, loss: Tensor | float | None) -> Iterator[tuple[str, float]]:
+    def _signals(self, loss: Tensor | float | None) -> dict[str, Tensor | float]:
         readers: dict[str, Callable[[], Tensor | float | None]] = {
             "loss": lambda: loss.detach() if isinstance(loss, Tensor) else loss,
             "gradient_norm": self._gradient_norm,
@@ -295,9 +294,7 @@ class EarlyWarning(ModelHooks):
                 continue
             if (value := readers[name]()) is not None:
                 signals[name] = value
-        waiting = {name: value for name, value in signals.items() if isinstance(value, Tensor)}
-        numbers = dict(zip(waiting, to_host([value.reshape(()) for value in waiting.values()]), strict=True))
-        yield from ((name, numbers.get(name, value)) for name, value in signals.items())
+        return signals
 
     def _gradient_norm(self) -> Tensor | float | None:
         if self.norms is not None:
@@ -326,7 +323,7 @@ class EarlyWarning(ModelHooks):
         rows = sum(len(size) for size in sizes)
         return 1 + 100 * sum(to_host([(size == 0).sum() for size in sizes])) / rows if rows else None
 
-    def _update_values(self) -> dict[str, float]:
+    def _update_signals(self) -> dict[str, Tensor | float]:
         """What the last step that was followed showed, once."""
         reader = self._updates
         if reader is None or reader.sizes is None:
@@ -355,7 +352,8 @@ class EarlyWarning(ModelHooks):
 
     def _turning_rank(self) -> float | None:
         values = self._singular_values("rows")
-        return None if values is None else self._furthest["turning_rank"].read(values)
+        turned = None if values is None else self._furthest["turning_rank"].read(values)
+        return None if turned is None else float(turned)
 
     def _anisotropy(self) -> float | None:
         values = self._head_spectrum()
@@ -470,3 +468,10 @@ def _neighbours(model: nn.Module) -> list[tuple[str, str]]:
                 pairs.append((one, other))
     named = dict(model.named_parameters())
     return [pair for pair in pairs if pair[0] in named and pair[1] in named]
+
+
+def _numbers(signals: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Signals as numbers, those that are on a device in one copy."""
+    waiting = {name: value for name, value in signals.items() if isinstance(value, Tensor)}
+    numbers = dict(zip(waiting, to_host([value.reshape(()) for value in waiting.values()]), strict=True))
+    return {name: numbers.get(name, value) for name, value in signals.items()}

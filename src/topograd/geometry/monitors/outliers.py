@@ -6,7 +6,6 @@ which is furthest from its own median.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -45,15 +44,18 @@ class Furthest:
         self._sign = sign
         self._past: deque[Tensor] = deque(maxlen=MEMORY)
 
-    def read(self, values: Tensor) -> float | None:
-        """The largest ratio to a number's own median, or its inverse; None before MIN_READINGS."""
-        logs = values.detach().double().cpu().clamp_min(1e-30).log()
+    def read(self, values: Tensor) -> Tensor | None:
+        """The largest ratio to a number's own median, or its inverse; None before MIN_READINGS.
+
+        On the device of the values: nothing is copied to the host.
+        """
+        logs = values.detach().double().clamp_min(1e-30).log()
         if self._past and len(self._past[-1]) != len(logs):
             self._past.clear()
         found = None
         if len(self._past) >= MIN_READINGS:
-            away = self._sign * (logs - torch.stack(tuple(self._past)).median(0).values)
-            found = math.exp(min(float(away.max()), 100.0))
+            past = torch.stack(tuple(self._past)).to(logs.device)
+            found = (self._sign * (logs - past.median(0).values)).max().clamp_max(100.0).exp()
         self._past.append(logs)
         return found
 

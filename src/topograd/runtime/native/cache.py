@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topograd.exec.stage_cache import StageCache
-from topograd.nn.slots import ArrayBuffer, ArrayKVSlots, Place, SlotBuffer, Spans
+from topograd.nn.array_slots import ArrayBuffer, ArrayKVSlots
+from topograd.nn.slots import Place, SlotBuffer, Spans
 from topograd.runtime.native import library
 from topograd.runtime.native.library import Layer, Run
 from topograd.runtime.native.packing import pointers
