@@ -384,6 +384,7 @@ def test_what_is_timed(
     prompt, one, two, five = [list(range(8))], [[8]], [[8, 9]], [list(range(8, 13))]
     for layer in range(4):
         singly = [[[p]] for p in range(8, 13)]
-        each = [one, one, two, *(singly[:2] if layer <= exit_ else [two])]
-        each += [five, *(singly if layer <= exit_ else [five])]
-        assert visits.calls[layer] == [prompt, *each * 2], layer
+        kinds = [[one], [one], [two], singly[:2] if layer <= exit_ else [two]]
+        kinds += [[five], singly if layer <= exit_ else [five]]
+        once = [visit for kind in kinds for visit in kind * 2]  # two rounds of a kind in a row
+        assert visits.calls[layer] == [prompt, *once * 2], layer
