@@ -136,7 +136,6 @@ def _described(runtime: NativeRuntime, heads: list[int], parts: _Parts) -> Table
             for name, each in made.items()
         },
         "settings": {name: getattr(runtime, name) for name in SETTINGS},
-        "width": stack.width,
     }
 
 
