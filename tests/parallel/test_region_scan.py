@@ -10,7 +10,7 @@ from torch import Tensor
 
 from topograd.interfaces.engines import Scan
 from topograd.parallel.ranks import Ranks
-from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.region_scan import AHEAD, RegionScan
 from topograd.parallel.settings import ParallelConfig
 from topograd.runs.checkpoint import load
 from topograd.runs.config import OptimizerConfig
@@ -123,3 +123,20 @@ def test_doubling_gives_every_rank_its_row_in_a_logarithm_of_hops(ranks: int) ->
         expected = (expected[:, None] @ products[place, 0].double())[:, 0]
         assert scan.hops == (0 if ranks == 1 else 1 + math.ceil(math.log2(ranks - 1)))
     assert not box, "all that is sent is read"
+
+
+def test_a_rank_waits_for_what_it_receives_and_not_for_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer asks for a product when its own scan is there, which may be a micro-batch later."""
+    waited: list[str] = []
+    ranks = SimpleNamespace(at=lambda place: place, collective=lambda call, what: call())
+    ranks.wait = lambda work, what, peer: waited.append(work)
+    monkeypatch.setattr("torch.distributed.isend", lambda tensor, peer, tag: f"send to {peer}")
+    monkeypatch.setattr("torch.distributed.irecv", lambda tensor, peer, tag: f"receive from {peer}")
+    scan = RegionScan(ranks=ranks)  # type: ignore[arg-type]
+    product = torch.zeros(1, 2, 2)
+    for _ in range(AHEAD):
+        scan._swap(product, 0, torch.empty(1, 2, 2), 2)
+    assert set(waited) == {"receive from 2"}
+    scan._swap(product, 0, None, 2)
+    assert waited[-1] == "send to 0", "what is under way is bounded"
+    assert scan.scan_bytes == (AHEAD + 1) * 16

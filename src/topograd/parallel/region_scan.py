@@ -31,6 +31,7 @@ without the gradient of the canvas, which is most of it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -46,6 +47,9 @@ from topograd.parallel.ranks import Ranks
 
 TAG = 40
 """Of what this module sends, apart from messages that go forward."""
+AHEAD = 16
+"""Products under way before a rank waits for the oldest: a receiver asks for one when its own scan is there,
+and a rank that waited for it would be late for all micro-batches behind."""
 
 
 @dataclass
@@ -57,6 +61,7 @@ class RegionScan(Scan):
     """The rank of each region; with none, all but the last hand nothing on."""
     scan_bytes: int = field(default=0, init=False)
     """What this rank has sent to others for the scan."""
+    _sending: deque[tuple[Tensor, dist.Work, int]] = field(default_factory=deque, init=False)
     crosses_ranks: ClassVar[bool] = True
 
     def begin(self, graph: StepGraph) -> None:
@@ -133,14 +138,17 @@ class RegionScan(Scan):
 
     def _swap(self, sent: Tensor | None, to: int, room: Tensor | None, source: int) -> Tensor | None:
         """Send a product to one place of this replica, and receive another's into `room`."""
-        what, works = "a product of Jacobians", []
+        what = "a product of Jacobians"
         if sent is not None:
             sent, peer = sent.contiguous(), self.ranks.at(to)
             self.scan_bytes += sent.numel() * sent.element_size()
-            works += self.ranks.collective(lambda: [(dist.isend(sent, peer, tag=TAG), peer)], what)
+            work = self.ranks.collective(lambda: [dist.isend(sent, peer, tag=TAG)], what)[0]
+            self._sending.append((sent, work, peer))
         if room is not None:
             other = self.ranks.at(source)
-            works += self.ranks.collective(lambda: [(dist.irecv(room, other, tag=TAG), other)], what)
-        for work, rank in works:
-            self.ranks.wait(work, what, rank)
+            work = self.ranks.collective(lambda: [dist.irecv(room, other, tag=TAG)], what)[0]
+            self.ranks.wait(work, what, other)
+        while len(self._sending) > AHEAD:
+            _, work, peer = self._sending.popleft()
+            self.ranks.wait(work, what, peer)
         return room
