@@ -80,3 +80,34 @@ def test_an_environment_of_nonsense_is_one_line(
 
 def test_facts_are_flat() -> None:
     assert flat_settings({"a": 1, "b": {"c": 2, "d": {"e": 3}}}) == {"a": 1, "b.c": 2, "b.d.e": 3}
+
+
+def test_a_meeting_gives_every_rank_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receives are there before anything is sent, and the order of the sum is that of the ranks."""
+    config, store = ParallelConfig(stages=3), dist.HashStore()
+    posted: dict[tuple[int, int], torch.Tensor] = {}
+    here = 0
+
+    class Done:
+        def wait(self, timeout: timedelta) -> None:
+            pass
+
+    def irecv(row: torch.Tensor, peer: int, tag: int) -> Done:
+        posted[peer, here] = row
+        return Done()
+
+    def isend(row: torch.Tensor, peer: int, tag: int) -> Done:
+        posted[here, peer].copy_(row)
+        return Done()
+
+    monkeypatch.setattr(dist, "irecv", irecv)
+    monkeypatch.setattr(dist, "isend", isend)
+    meetings = []
+    for here in range(3):
+        meetings.append(ranks.Meeting(ranks.Ranks(here, config, store, torch.device("cpu")), 2))
+    numbers = [torch.tensor([0.1, 1e16]), torch.tensor([0.2, 1.0]), torch.tensor([0.3, -1e16])]
+    for here in (2, 0, 1):
+        meetings[here].sum(numbers[here])
+    sums = [meeting.rows.sum(0) for meeting in meetings]
+    assert all(torch.equal(one, sums[0]) for one in sums)
+    assert sums[0][0].item() == pytest.approx(0.6)

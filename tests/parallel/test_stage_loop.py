@@ -172,9 +172,9 @@ def test_four_bits_send_an_eighth_of_float32_back(launch: Any) -> None:
 
 
 def test_what_one_rank_uses_is_not_added_up(launch: Any) -> None:
-    """In bytes of a rank and step: three losses, one norm of a group, one of the rest, who stops; and, where
-    the first and the last rank share a table of 23 x 16, its sum with a flag."""
-    numbers, table = 8 * (3 + 1 + 2), 8 * (23 * 16 + 1)
+    """In bytes of a rank and step: three losses, one norm of a group, one of the rest, who stops, to two
+    others; and, where the first and the last rank share a table of 23 x 16, its sum with a flag."""
+    numbers, table = 2 * 8 * (3 + 1 + 2), 8 * (23 * 16 + 1)
     for shape, expected in (
         (NO_X0, [numbers, numbers, numbers]),
         (NO_X0 | {"tied": True}, [numbers + table, numbers, numbers + table]),

@@ -38,6 +38,8 @@ BEAT = 1.0
 """Seconds between the signs of life of a rank that works long."""
 BEATS_PER_LINE = 20
 """Signs of life for each line to a person."""
+MEETING = 1 << 20
+"""The tag of a `Meeting`'s messages; edges have theirs from 1 on (`transport.py`)."""
 READING = 2.0
 """Seconds at most in which rank 0 waits for the others to read why the job ends."""
 
@@ -205,6 +207,37 @@ class Ranks:
                     return silent
                 time.sleep(0.05)
         return []
+
+
+class Meeting:
+    """The sum of a few numbers over all ranks, by a message between each two.
+
+    Receives are posted when it is made, at the beginning of a step, so that at its end the sum takes one
+    latency; a ring of P ranks takes 2 (P - 1) hops, and each asks before it sends. All ranks add up in the
+    order of ranks: they get the same bits.
+    """
+
+    def __init__(self, ranks: Ranks, count: int) -> None:
+        self.ranks = ranks
+        self.rows = torch.zeros(ranks.config.world, count, dtype=torch.float64, device=ranks.device)
+        self._coming = {peer: self._talk(dist.irecv, self.rows[peer], peer) for peer in self._peers()}
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Waits for everybody's."""
+        own = self.rows[self.ranks.rank].copy_(numbers)
+        sent = {peer: self._talk(dist.isend, own, peer) for peer in self._peers()}
+        for peer, work in [*self._coming.items(), *sent.items()]:
+            self.ranks.wait(work, "adding up losses and norms", peer)
+        return self.rows.sum(0).to(numbers)
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.ranks.config.world) if rank != self.ranks.rank]
+
+    def _talk(self, call: Any, row: torch.Tensor, peer: int) -> dist.Work:
+        work: dist.Work = self.ranks.collective(
+            lambda: [call(row, peer, tag=MEETING)], "adding up losses and norms"
+        )[0]
+        return work
 
 
 def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") -> Ranks:

@@ -1,4 +1,4 @@
-"""One training step over several ranks: local gradients, and one all-reduce.
+"""One training step over several ranks: local gradients, and one sum.
 
 What crosses ranks in a step: activations forward and, along edges with λ > 0, gradients back, batch by batch
 (`transport.py`); at its end, among the ranks that share a parameter that learns, the sum of its gradient, and
@@ -23,8 +23,9 @@ rank: the last bits of float addition differ (1e-12 in float64 over a run), unle
 has one batch, two ranks and a detached bus. Muon's batched products may differ likewise.
 
 Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`, once for each step. Where one
-stage alone has a loss and no other reads x0, nothing is shared and the buffer has some ten numbers. All ranks
-wait for it: a stage that breaks is halted in the step in which it does, and that step is repeated.
+stage alone has a loss and no other reads x0, nothing is shared: some ten numbers go from each rank to each
+other, which takes one latency (`ranks.Meeting`). All ranks wait for it: a stage that breaks is halted in the
+step in which it does, and that step is repeated.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from topograd.exec.objectives import Logits
 from topograd.exec.train_step import OpenStep
 from topograd.nn.layer_dropout import dropped_layers
 from topograd.parallel.layout import Layout
-from topograd.parallel.ranks import Ranks
+from topograd.parallel.ranks import Meeting, Ranks
 from topograd.parallel.sharding import is_shard, local, squared_norm
 from topograd.parallel.transport import MeshTransport
 from topograd.topology.plan import Plan
@@ -104,6 +105,8 @@ class StageLoop(StepRunner):
         self.parts = 1 if len(batches) % replicas == 0 else replicas
         numbers = range(self.ranks.replica, len(batches) * self.parts, replicas)
         self._open.clear()
+        count = len(plan.stages) + len(plan.groups()) + 2
+        self.meeting = None if self.shared else Meeting(self.ranks, count)
         self.transport.begin(len(numbers), self._coming(plan))
         with self.ranks.within("gathering layers"):
             losses = self._gradients(plan, batches, len(batches))
@@ -186,7 +189,11 @@ class StageLoop(StepRunner):
         if first:
             known[-2] = norm_of(self.loose).square()
         known[-1] = float(self.stop_here)
-        known = self._add_up(self.shared, "adding up what ranks share", None, known)
+        if self.meeting is None:
+            known = self._add_up(self.shared, "adding up what ranks share", None, known)
+        else:
+            known = self.meeting.sum(known)
+            self.exchanged_bytes += 8 * known.numel() * (self.ranks.config.world - 1)
         self.stop_everywhere = bool(known[-1] > 0)
         norms = known[len(plan.stages) : -2]
         squares = [self.layout.crossing or sharded or part for part in parted]
