@@ -22,7 +22,8 @@ another, and arrives `latency` later; links carry both directions at once.
     handed        the same, where all do
     data          the whole model on every rank, max(1, M/P) micro-batches each, all gradients added up
 
-Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency. Fewer `cores` than ranks: pipelines of
+Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency; where nothing is shared, losses and
+norms meet in one latency. Fewer `cores` than ranks: pipelines of
 up to 16 ranks a core are run event by event with shares of the cores (`shared_cores.py`); else a step takes
 as long as it would on cores of their own, or as all the work shared out over the cores, whichever is more.
 
@@ -115,7 +116,7 @@ class Machine:
     def ring(self, size: float, ranks: int) -> float:
         """Seconds until `size` bytes are added up on all ranks."""
         if ranks < 2 or size <= 0:
-            return 0.0
+            return self.latency if ranks > 1 else 0.0
         return 2 * (ranks - 1) / ranks * self.on_wire(size) + 2 * (ranks - 1) * self.latency
 
 
