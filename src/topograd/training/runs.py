@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from topograd.data import Loader, Prepared, Text, Tokenizer
-from topograd.data.image_loader import ImageLoader
-from topograd.data.images import DIGITS
+from topograd.data.images import DIGITS, ImageLoader
 from topograd.errors import CheckpointError, ConfigError
 from topograd.exec.forward import Predictor
 from topograd.exec.objectives import Distillation, objectives_of
