@@ -1,8 +1,8 @@
 """Loaders: endless, deterministic sequences of batches that can resume anywhere.
 
 Epoch e shuffles the rows with a generator seeded by (seed, e); of text it packs the corpus anew first. A
-batch is the next `batch` rows; it may begin in one epoch and end in the next. The position is the epoch and the
-index of the row: after `seek` to it, the batches are the same.
+batch is the next `batch` rows; it may begin in one epoch and end in the next. The position is the epoch and
+the index of the row: after `seek` to it, the batches are the same.
 
 Cost. A batch copies its tokens out of the shards, some microseconds for each segment. The first batch of an
 epoch also packs it.
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The target of a position that has none; torch's cross-entropy leaves it out by default."""
-
-
 T = TypeVar("T")
 
 
