@@ -194,8 +194,8 @@ def _lead(staged: RunData, backprop: RunData | None) -> str:
 
 
 def _cut(config: Mapping[str, Any]) -> str:
-    """How the layers are cut, as the settings say it; those of before version 0.2 have no table for it."""
-    table = config.get("topology", config)
+    """How the layers are cut, as the settings say it."""
+    table = config.get("topology")
     graph, partition = entry(table, "graph"), entry(table, "partition")
     if isinstance(graph, str) and graph != "chain":
         return f" (a {graph})" if graph in ("forest", "cover") else f" ({graph})"

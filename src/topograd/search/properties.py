@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import evaluating
 from topograd.registry import Registry
 
 if TYPE_CHECKING:
@@ -76,12 +77,8 @@ def named_objectives(words: Sequence[str]) -> dict[str, Direction]:
 
 def read_properties(trained: Trained, names: Iterable[str]) -> dict[str, Any]:
     """Each property by its name; the model is as it was afterwards."""
-    was_training = trained.stack.training
-    trained.stack.eval()
-    try:
+    with evaluating(trained.stack):
         return {name: PROPERTIES[name](trained) for name in names}
-    finally:
-        trained.stack.train(was_training)
 
 
 def read_numbers(trained: Trained, names: Iterable[str]) -> dict[str, float]:

@@ -39,6 +39,7 @@ from torch import Tensor
 from topograd.data.loader import IGNORED, EpochLoader, Loader
 from topograd.data.shards import Shards
 from topograd.errors import ConfigError, DataError, RunError, StackError
+from topograd.exec.forward import evaluating
 from topograd.exec.objectives import Logits
 from topograd.nn.stack import LayerContext, Stack
 from topograd.training.row_cache import RowCache, cached_rows, open_rows
@@ -206,13 +207,9 @@ def compute_states(
         texts = {name: part.to(torch.int32).contiguous() for name, part in tokens.items()}
         return texts | {name: torch.cat(some) for name, some in parts.items()}
 
-    was_training = stack.training
-    stack.eval()
-    try:
+    with evaluating(stack):
         shard_rows = max(BLOCK_TOKENS // inputs.shape[1], 1)
         return HiddenStates(cached_rows(folder, WHAT, key, shard_rows, make))
-    finally:
-        stack.train(was_training)
 
 
 def open_states(folder: Path | str) -> HiddenStates:
