@@ -25,7 +25,7 @@ NAMES = {
     *("Sampling", "generate_tokens", "TopogradError", "held_peft_model"),
 }
 VALUES = {"MODELS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PROPERTIES", "REFERENCE", "__version__"}
-FOLDERS = {"fields", "geometry", "interfaces", "optim", "specialists"}
+FOLDERS = {"geometry", "interfaces", "optim", "specialists"}
 
 
 def test_the_names_are_these_and_all_of_them_are_there() -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-AREAS = ("topograd", "geometry", "optim", "fields", "interfaces", "specialists", "errors")
+AREAS = ("topograd", "geometry", "optim", "interfaces", "specialists", "errors")
 TITLES = {
     "topology": "Topologies",
     "exec": "Training step",

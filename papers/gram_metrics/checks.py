@@ -25,14 +25,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.field_state import state_of
 from papers.gram_metrics.first_order import first_order
+from papers.gram_metrics.kernel import kernel
+from papers.gram_metrics.network import FieldError
 from papers.gram_metrics.prediction import frozen, relinearised
 from papers.gram_metrics.simulation import Trajectory, crossings, simulate
 from tests.oracles.fields import descend
 from tests.oracles.ntk import empirical_ntk, output
-from topograd.errors import FieldError
-from topograd.fields.field_state import state_of
-from topograd.fields.kernel import kernel
 
 T = TypeVar("T")
 

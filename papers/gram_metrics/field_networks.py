@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.field_state import Fields, State, state_of
 from papers.outcome import Asked
 from topograd.errors import ConfigError, DivergenceError
-from topograd.fields.field_state import Fields, State, state_of
 
 Data = Literal["teacher", "digits"]
 Weights = list[Tensor]

@@ -38,12 +38,12 @@ from papers.gram_metrics.field_networks import (
     reading_steps,
     sizes_of,
 )
+from papers.gram_metrics.field_state import state_of
+from papers.gram_metrics.kernel import kernel, kernel_of
 from papers.gram_metrics.prediction import frozen
 from papers.gram_metrics.staged import staged_kernel
 from papers.gram_metrics.tail_conjecture import geometry, percent, projector_findings, tail_findings, verdict
 from papers.outcome import Asked, Result, ResultTable
-from topograd.fields.field_state import state_of
-from topograd.fields.kernel import kernel, kernel_of
 
 WORDS = {"teacher": "a generated teacher", "digits": "scikit-learn's digits, even against odd"}
 Part = Mapping[str, Any]

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from papers.gram_metrics.field_state import Fields, State
+from papers.gram_metrics.network import Network, weights_of
 from papers.gram_metrics.transport import check_residual, conjugate_change
-from topograd.fields.field_state import Fields, State
-from topograd.fields.network import Network, weights_of
 
 
 @dataclass(frozen=True)

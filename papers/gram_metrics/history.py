@@ -34,9 +34,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from topograd.errors import FieldError
-from topograd.fields.field_state import State, run
-from topograd.fields.network import Network, check_inputs, check_same_kind, weights_of
+from papers.gram_metrics.field_state import State, run
+from papers.gram_metrics.network import FieldError, Network, check_inputs, check_same_kind, weights_of
 
 
 def hidden(v: Tensor, overlaps: Tensor, targets: Tensor, eta: float, steps: int) -> Iterator[Tensor]:

@@ -31,11 +31,11 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.field_state import State, state_of
 from papers.gram_metrics.history import check_problem, evolve
+from papers.gram_metrics.kernel import kernel_of
+from papers.gram_metrics.network import Network, weights_of
 from papers.gram_metrics.simulation import Trajectory, check_run
-from topograd.fields.field_state import State, state_of
-from topograd.fields.kernel import kernel_of
-from topograd.fields.network import Network, weights_of
 
 
 def frozen(

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.field_state import State
 from papers.gram_metrics.history import evolve
-from topograd.errors import DivergenceError, FieldError
-from topograd.fields.field_state import State
-from topograd.fields.network import Network
+from papers.gram_metrics.network import FieldError, Network
+from topograd.errors import DivergenceError
 
 
 @dataclass(frozen=True)

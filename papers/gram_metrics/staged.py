@@ -33,10 +33,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.errors import FieldError
-from topograd.fields.field_state import Fields, State, state_of
-from topograd.fields.kernel import Kernel, kernel
-from topograd.fields.network import Network, weights_of
+from papers.gram_metrics.field_state import Fields, State, state_of
+from papers.gram_metrics.kernel import Kernel, kernel
+from papers.gram_metrics.network import FieldError, Network, weights_of
 
 
 @dataclass(frozen=True)

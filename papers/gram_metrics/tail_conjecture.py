@@ -51,10 +51,10 @@ from papers.gram_metrics.field_networks import (
     make_weights,
     reading_steps,
 )
+from papers.gram_metrics.field_state import State
+from papers.gram_metrics.kernel import kernel
 from papers.gram_metrics.tails import fit_tail, largest_tail
 from papers.gram_metrics.transport import metric
-from topograd.fields.field_state import State
-from topograd.fields.kernel import kernel
 
 Array = NDArray[np.float64]
 MEASURES = ("alpha", "alpha_quarter", "outlier")

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from papers.gram_metrics.checks import gentle_step
 from papers.gram_metrics.field_networks import Sizes, descent, make_task, make_weights, sizes_of
+from papers.gram_metrics.kernel import kernel
 from papers.gram_metrics.tails import fit_tail
 from papers.outcome import Asked, Result, ResultTable, Row
 from topograd.errors import ConfigError
-from topograd.fields.kernel import kernel
 
 SAME = 1e-9
 """Exponents whose relative difference is at most this are the same."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.errors import FieldError
+from papers.gram_metrics.network import FieldError
 
 
 @dataclass(frozen=True)

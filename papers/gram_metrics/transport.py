@@ -36,9 +36,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from topograd.errors import FieldError
-from topograd.fields.field_state import Fields, State
-from topograd.fields.network import Network, weights_of
+from papers.gram_metrics.field_state import Fields, State
+from papers.gram_metrics.network import FieldError, Network, weights_of
 
 Operator = Callable[[Tensor], Tensor]
 Pair = tuple[int, int]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from topograd.plugins import ENTRIES as registry_entries  # noqa: F401  read by `registry.py`
 
 if TYPE_CHECKING:
-    from topograd import fields as fields
     from topograd import geometry as geometry
     from topograd import interfaces as interfaces
     from topograd import optim as optim
@@ -134,7 +133,7 @@ else:
         "start": "training.runs",
         "train_step": "exec.train_step",
     }
-    _FOLDERS = ("fields", "geometry", "interfaces", "optim", "specialists")
+    _FOLDERS = ("geometry", "interfaces", "optim", "specialists")
     __all__ = sorted((*_HOME, *_FOLDERS, "__version__"))
 
     def __getattr__(name: str) -> object:

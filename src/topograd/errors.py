@@ -78,10 +78,6 @@ class GeometryError(TopogradError, ValueError):
     """A model, path or request that the theory of rates does not cover, or cannot read."""
 
 
-class FieldError(TopogradError, ValueError):
-    """A network or request that the theory of fields does not cover."""
-
-
 class OptimError(TopogradError, ValueError):
     """A gauge that does not hold, or a request that an optimizer cannot keep."""
 

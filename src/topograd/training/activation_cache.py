@@ -42,7 +42,7 @@ from topograd.errors import ConfigError, DataError, RunError, StackError
 from topograd.exec.forward import evaluating
 from topograd.exec.objectives import Logits
 from topograd.nn.stack import LayerContext, Stack
-from topograd.training.row_cache import RowCache, cached_rows, open_rows
+from topograd.training.row_cache import RowCache, cached_rows
 
 WHAT = "hidden states"
 BLOCK_TOKENS = 8192
@@ -210,11 +210,6 @@ def compute_states(
     with evaluating(stack):
         shard_rows = max(BLOCK_TOKENS // inputs.shape[1], 1)
         return HiddenStates(cached_rows(folder, WHAT, key, shard_rows, make))
-
-
-def open_states(folder: Path | str) -> HiddenStates:
-    """What `compute_states` wrote, verified."""
-    return HiddenStates(open_rows(Path(folder), WHAT))
 
 
 def _rounded(h: Tensor, layer: int, dtype: str) -> Tensor:

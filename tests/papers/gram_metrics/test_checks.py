@@ -8,8 +8,8 @@ import torch
 
 from papers.gram_metrics import checks
 from papers.gram_metrics.checks import compare_with_ntk, compare_with_weights, measure_order, random_problem
-from topograd.errors import FieldError
-from topograd.fields.kernel import Kernel, kernel
+from papers.gram_metrics.kernel import Kernel, kernel
+from papers.gram_metrics.network import FieldError
 
 
 def test_the_kernel_against_jacobians() -> None:

@@ -22,14 +22,14 @@ from papers.gram_metrics.field_networks import (
     reading_steps,
     sizes_of,
 )
+from papers.gram_metrics.field_state import state_of
 from papers.gram_metrics.field_training import staged_residuals, study
+from papers.gram_metrics.kernel import kernel
 from papers.gram_metrics.tail_conjecture import links, rank_correlations, shares, tails, verdict
 from papers.outcome import Result, asked
 from raising import refused
 from tests.oracles.fields import descend, projectors, staged_step
 from topograd.errors import ConfigError, DivergenceError
-from topograd.fields.field_state import state_of
-from topograd.fields.kernel import kernel
 from topograd.report.drawing import style
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from papers.gram_metrics.checks import Problem
+from papers.gram_metrics.field_state import State, state_of
 from papers.gram_metrics.first_order import activation_change, first_order
+from papers.gram_metrics.kernel import kernel
 from papers.gram_metrics.simulation import crossings
 from tests.oracles.fields import descend
-from topograd.fields.field_state import State, state_of
-from topograd.fields.kernel import kernel
 
 Make = Callable[..., Problem]
 DEEP = [(8, 8, 8), (4, 7, 5, 8), (6, 6, 6, 6, 6), (5, 6, 7, 6, 5, 8, 7)]

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from papers.gram_metrics.checks import Problem
+from papers.gram_metrics.field_state import state_of
 from papers.gram_metrics.history import check_problem, evolve, hidden
+from papers.gram_metrics.network import FieldError
 from raising import refused
 from tests.oracles.fields import descend
-from topograd.errors import FieldError
-from topograd.fields.field_state import state_of
 
 Make = Callable[..., Problem]
 NETWORKS = [((6, 8), 0.5), ((6, 8, 8), 0.5), ((4, 7, 5, 8), 0.5), ((5, 6, 7, 6, 5), 0.05)]

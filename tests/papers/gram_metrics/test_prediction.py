@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from papers.gram_metrics.checks import Problem, random_problem
+from papers.gram_metrics.kernel import kernel
+from papers.gram_metrics.network import FieldError
 from papers.gram_metrics.prediction import frozen, predict, relinearised
 from papers.gram_metrics.simulation import Trajectory, simulate
 from raising import refused
-from topograd.errors import FieldError
-from topograd.fields.kernel import kernel
 
 Make = Callable[..., Problem]
 

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from papers.gram_metrics.checks import Problem, random_problem
+from papers.gram_metrics.field_state import state_of
+from papers.gram_metrics.network import FieldError
 from papers.gram_metrics.simulation import crossings, simulate
 from raising import refused
 from tests.oracles.fields import descend
-from topograd.errors import DivergenceError, FieldError
-from topograd.fields.field_state import state_of
+from topograd.errors import DivergenceError
 
 Make = Callable[..., Problem]
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from papers.gram_metrics.checks import Problem, relative_error
+from papers.gram_metrics.kernel import kernel
+from papers.gram_metrics.network import FieldError
 from papers.gram_metrics.staged import staged_kernel
 from raising import refused
 from tests.oracles.fields import activations, masks, staged_outputs, staged_step
 from tests.oracles.ntk import empirical_ntk, jacobians
-from topograd.errors import FieldError
-from topograd.fields.kernel import kernel
 
 Make = Callable[..., Problem]
 WIDTHS, STAGES = (5, 7, 6, 8, 6, 7), [2, 1, 2]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.network import FieldError
 from papers.gram_metrics.tails import fit_tail, largest_tail
 from raising import refused
 from tests.oracles.tails import fit_power_law
-from topograd.errors import FieldError
 
 
 def pareto(n: int, alpha: float, seed: int = 0, low: float = 1.0) -> Tensor:

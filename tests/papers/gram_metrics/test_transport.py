@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from papers.gram_metrics.checks import Problem
+from papers.gram_metrics.field_state import State, state_of
+from papers.gram_metrics.network import FieldError
 from papers.gram_metrics.transport import conjugate_change, materialised_numbers, metric, pullback
 from raising import refused
 from tests.oracles.fields import projectors, pulled_back, transports
-from topograd.errors import FieldError
-from topograd.fields.field_state import State, state_of
 from topograd.memory import peak_bytes
 
 Make = Callable[..., Problem]

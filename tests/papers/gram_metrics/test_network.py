@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from papers.gram_metrics.kernel import kernel
+from papers.gram_metrics.network import FieldError, weights_of
 from raising import refused
 from tests.oracles.ntk import output
-from topograd.errors import FieldError
-from topograd.fields.kernel import kernel
-from topograd.fields.network import weights_of
 
 
 def linear(n: int, m: int, bias: bool = False) -> nn.Linear:

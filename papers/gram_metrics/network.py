@@ -24,7 +24,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from topograd.errors import FieldError
+from topograd.errors import TopogradError
+
+
+class FieldError(TopogradError, ValueError):
+    """A network or request that the theory of fields does not cover."""
+
 
 Network = Sequence[Tensor] | nn.Module
 COVERED = "the theory covers Linear(bias=False) and ReLU in turn, a ReLU last, and the mean as readout"

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from papers.gram_metrics.checks import Problem
+from papers.gram_metrics.field_state import state_of
+from papers.gram_metrics.kernel import kernel
+from papers.gram_metrics.network import FieldError
 from raising import refused
 from tests.oracles.fields import activations, conjugates, masks
 from tests.oracles.ntk import output
-from topograd.errors import FieldError
-from topograd.fields.field_state import state_of
-from topograd.fields.kernel import kernel
 
 Make = Callable[..., Problem]
 WIDTHS = [(4, 6), (4, 6, 6), (3, 7, 5, 8), (5, 4, 9, 6, 3, 7, 6)]

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.errors import FieldError
-from topograd.fields.field_state import State, state_of
-from topograd.fields.network import Network
+from papers.gram_metrics.field_state import State, state_of
+from papers.gram_metrics.network import FieldError, Network
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from papers.gram_metrics.checks import Problem, relative_error
+from papers.gram_metrics.field_state import state_of
+from papers.gram_metrics.kernel import kernel
+from papers.gram_metrics.network import FieldError
 from raising import refused
 from tests.oracles.fields import descend
 from tests.oracles.ntk import empirical_ntk
-from topograd.errors import FieldError
-from topograd.fields.field_state import state_of
-from topograd.fields.kernel import kernel
 from topograd.memory import peak_bytes
 
 Make = Callable[..., Problem]

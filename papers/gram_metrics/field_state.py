@@ -29,8 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.errors import FieldError
-from topograd.fields.network import Network, check_inputs, weights_of
+from papers.gram_metrics.network import FieldError, Network, check_inputs, weights_of
 
 Fields = dict[int, Tensor]
 Product = Callable[[int, Tensor], Tensor]
