@@ -19,10 +19,8 @@ from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import LayerContext, Stack, check_stack
 from topograd.nn.translator import Readable
 from topograd.topology.branches import predicting_plan
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, Topology
-from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
+from topograd.topology.dag import EMBEDDING
+from topograd.topology.plan import AnyPlan, EdgeOutput, Plan, PlannedStage
 from topograd.topology.prediction import Terms
 
 
@@ -144,7 +142,7 @@ def predict(
 class Predictor(nn.Module):
     """A stack and its plan as one module, from inputs to the model's logits."""
 
-    def __init__(self, stack: Stack, topology: Plan | Topology | Configuration | Composition | str) -> None:
+    def __init__(self, stack: Stack, topology: AnyPlan) -> None:
         super().__init__()
         self.stack = check_stack(stack)
         self.plan = predicting_plan(Plan.of(topology, len(stack.layers)))

@@ -32,10 +32,7 @@ from topograd.nn.interface_config import InterfaceSettings
 from topograd.nn.pooling import pool
 from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import Topology
-from topograd.topology.plan import Plan
+from topograd.topology.plan import AnyPlan, Plan
 from topograd.topology.prediction import Terms
 
 BINS = 15
@@ -139,7 +136,7 @@ def check_causal(settings: InterfaceSettings) -> None:
 @torch.no_grad()
 def evaluate(
     stack: Stack,
-    topology: Plan | Topology | Configuration | Composition | str,
+    topology: AnyPlan,
     text: Text,
     batch: int = 16,
     on_batch: Callable[[int, int], None] | None = None,
