@@ -108,7 +108,8 @@ def exit_logits(
 ) -> ExitLogits:
     """All logits of a plan in eval mode, for inputs (N, ...); with `counted` (N, time) of those positions."""
     stages, device = plan.predicting(), next(stack.parameters()).device
-    path = Predictor(stack, plan) if plan.prediction.path is not None else None
+    leads = counted is None and plan.prediction.path is not None
+    path = Predictor(stack, plan) if leads else None
     alone: dict[int, list[Tensor]] = {k: [] for k in stages}
     features: dict[int, list[Tensor]] = {k: [] for k in stages}
     full: list[Tensor] = []
