@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from topograd.errors import ConfigError
-from topograd.exec.forward import evaluating
 from topograd.registry import Registry
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ def named_objectives(words: Sequence[str]) -> dict[str, Direction]:
 
 def read_properties(trained: Trained, names: Iterable[str]) -> dict[str, Any]:
     """Each property by its name; the model is as it was afterwards."""
+    from topograd.exec.forward import evaluating  # here torch is there already
+
     with evaluating(trained.stack):
         return {name: PROPERTIES[name](trained) for name in names}
 
