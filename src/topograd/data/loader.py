@@ -49,7 +49,8 @@ class EpochLoader(Iterator[T], ABC):
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Continue from a `position`, of this loader or of one with the same rows and settings."""
-        epoch, row = position.get("epoch"), position.get("row")
+        epoch: Any = position.get("epoch")
+        row: Any = position.get("row")
         known = type(epoch) is int and type(row) is int and epoch >= 0 <= row
         if known:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
