@@ -20,8 +20,7 @@ import tyro
 
 import clone  # noqa: F401  (for what is not installed)
 from papers.product_of_experts.image_arms import optimizer
-from topograd.data.image_loader import ImageLoader
-from topograd.data.images import read_images
+from topograd.data.images import ImageLoader, read_images
 from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.images.config import ImageConfig

@@ -34,10 +34,11 @@ from torch.func import jacrev, vmap
 
 import clone  # noqa: F401  (for what is not installed)
 from papers.gram_metrics.transport import conjugate_change, materialised_numbers
+from papers.limits import check_total
 from topograd.cli.console import Json, note, number, out, print_json
 from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
-from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers, check_total
+from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers
 from topograd.memory import peak_bytes
 from topograd.timing import Spread, ratio, take_turns
 

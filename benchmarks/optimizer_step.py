@@ -33,9 +33,10 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from papers.limits import check_total
 from tables import ratio_table
 from topograd.cli.console import Json, note, number, out, print_json
-from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers, check_total
+from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import CEShiftRowShift, Gauge, ReLURescale
 from topograd.runs.device import usable_device

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from papers.limits import check_total
 from topograd.errors import ConfigError
-from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers, check_total
+from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers
 
 BITS = 4
 """Of a thin gradient."""

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from topograd.topology.pipeline import pipeline_order
+from shared_cores import pipeline_order
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From the last hidden state and the targets, the mean loss."""

@@ -93,3 +93,18 @@ class _Run:
             gone = max(self.links.get((rank, peer), 0.0), self.now) + self.wires[task[0]]
             self.links[rank, peer] = gone
             heappush(self.arriving, (gone + self.latency, peer, task))
+
+
+def pipeline_order(name: str, rank: int, ranks: int, batches: int) -> list[tuple[str, int]]:
+    """The forwards F and backwards B of a rank, in the order of the schedule "gpipe" or "1f1b".
+
+    >>> "".join(kind for kind, _ in pipeline_order("1f1b", 0, 2, 4))
+    'FFBFBFBB'
+    """
+    if name == "gpipe":
+        return [("F", i) for i in range(batches)] + [("B", i) for i in range(batches)]
+    warmup = min(ranks - 1 - rank, batches)
+    order = [("F", i) for i in range(warmup)]
+    for i in range(batches - warmup):
+        order += [("F", warmup + i), ("B", i)]
+    return order + [("B", i) for i in range(batches - warmup, batches)]

@@ -46,11 +46,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from shared_cores import shared_span
+from shared_cores import pipeline_order, shared_span
 from topograd.errors import ConfigError
 from topograd.interfaces.region_events import RegionTimes, region_span
 from topograd.limits import check_numbers
-from topograd.topology.pipeline import pipeline_order
 
 METHODS = (
     *("gpipe", "1f1b", "whole", "thin", "late", "thin-late", "staged", "free"),

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from papers.limits import MAX_NUMBERS, check_total
 from raising import refused
 from topograd.errors import ConfigError
-from topograd.limits import MAX_NUMBERS, SEED, check_numbers, check_total
+from topograd.limits import SEED, check_numbers
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, 2**63 - 1])

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
+from papers.limits import check_total
 from topograd.cli.console import DASH, Json, note, number
 from topograd.cli.progress import counted
-from topograd.limits import DEPTH, SEED, SIZE, check_numbers, check_total
+from topograd.limits import DEPTH, SEED, SIZE, check_numbers
 
 if TYPE_CHECKING:
     from papers.dead_directions.catalogue import Cell

@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
+from papers.limits import check_total
 from topograd.cli.console import Json
-from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers, check_total
+from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

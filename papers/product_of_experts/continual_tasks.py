@@ -76,7 +76,7 @@ def _only(pictures: ImageSet, classes: tuple[int, ...], scenario: Scenario) -> I
 
 def batches(pictures: ImageSet, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches in an order that the seed decides."""
-    from topograd.data.image_loader import ImageLoader
+    from topograd.data.images import ImageLoader
 
     return ImageLoader(pictures, min(size, len(pictures)), seed)
 

@@ -28,8 +28,7 @@ from papers.fit import fit
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.product_of_experts.image_arms import Arm, Group, build, fewer, optimizer, shown, train, values
 from papers.verdicts import Claim, above, every
-from topograd.data.image_loader import ImageLoader
-from topograd.data.images import DIGITS, ImageData, read_images
+from topograd.data.images import DIGITS, ImageData, ImageLoader, read_images
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import make_image_stack
 from topograd.nn.preparation import prepare

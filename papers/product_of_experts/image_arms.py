@@ -17,8 +17,7 @@ import torch
 from papers.fit import fit
 from papers.outcome import Row
 from papers.presets import Preset
-from topograd.data.image_loader import ImageLoader
-from topograd.data.images import ImageData
+from topograd.data.images import ImageData, ImageLoader
 from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.images.config import ImageConfig

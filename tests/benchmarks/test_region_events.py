@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from shared_cores import pipeline_order
 from simulator import Machine, Times, Work, _both_ways, simulate_step
 from topograd.interfaces.region_events import RegionTimes, plan_schedules, region_span
-from topograd.topology.pipeline import pipeline_order
 
 TIMES = RegionTimes(forward=1.0, backward=2.1, jacobian=5.0)
 

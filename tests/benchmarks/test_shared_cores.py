@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 import simulator
-from shared_cores import shared_span
+from shared_cores import pipeline_order, shared_span
 from simulator import Machine, Times, Work, simulate_step
-from topograd.topology.pipeline import pipeline_order
 
 COSTS = {"F": 1.0, "B": 2.0, "L": 2.0}
 

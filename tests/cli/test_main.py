@@ -1,7 +1,6 @@
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import topograd
-from topograd.cli.main import ALIASES, MOVED, VERBS
+from topograd.cli.main import ALIASES, VERBS
 from topograd.errors import ConfigError
 
 
@@ -70,16 +69,6 @@ def test_an_old_name_works_and_names_the_new_one(old: str, call: Any) -> None:
     assert answer.err == f"topograd: {old} is now: topograd {ALIASES[old]}\n"
     assert answer.out == call(*ALIASES[old].split(), "--help").out
     assert answer.out.startswith(f"usage: topograd {ALIASES[old]}")
-
-
-@pytest.mark.parametrize("words", MOVED)
-def test_what_has_moved_says_where_it_is(words: str, call: Any) -> None:
-    said = call(*words.split(), "--json").refusal
-    where = f"'{words}' is not installed; in a clone of the repository, run {MOVED[words]}"
-    assert said == f"topograd: {where}\n"
-    assert words.split()[0] in VERBS or len(words.split()) == 1
-    for module in re.findall(r"python (benchmarks/\w+\.py)", MOVED[words]):
-        assert (Path(__file__).parents[2] / module).is_file()
 
 
 def test_the_version(call: Any) -> None:

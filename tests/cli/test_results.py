@@ -55,16 +55,6 @@ def test_results_of_other_weights_are_not_used(run: Run) -> None:
     assert stored_results(run) is not None
 
 
-def test_results_of_before_version_0_2_are_read_in_todays_words(run: Run) -> None:
-    own = json.loads(run.results_file.read_text())
-    new = {name: own["bpb"].pop(name) for name in ("prediction", "stages")}
-    del own["weights"]
-    run.write_results(own)
-    found = stored_results(run)
-    assert found is not None
-    assert {name: found["bpb"][name] for name in new} == new
-
-
 def test_results_of_another_step_are_not_used_but_measured(run: Run) -> None:
     recorded = json.loads(run.results_file.read_text())
     shutil.rmtree(run.checkpoints / "step-00000012")

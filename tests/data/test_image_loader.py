@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from raising import refused
-from topograd.data.image_loader import ImageLoader
-from topograd.data.images import ImageSet, read_images
+from topograd.data.images import ImageLoader, ImageSet, read_images
 from topograd.errors import ConfigError, DataError
 
 

@@ -18,9 +18,8 @@ from topograd.decode.calibration.measure import EPS, Bounds, Calibration, Positi
 from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
 from topograd.decode.calibration.store import load, store
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
-from topograd.decode.depths import engine_of, strategy_of
+from topograd.decode.depths import engine_of
 from topograd.decode.engine import check_exits
-from topograd.decode.speculation import Speculate
 from topograd.errors import ConfigError, RunError
 from topograd.runs.folder import Run
 from topograd.runs.session import LoadedTextRun, heldout_text, open_session
@@ -174,64 +173,6 @@ def test_a_calibration_that_the_run_did_not_write_is_refused(here: LoadedTextRun
         kept(here)
     file.unlink()
     assert refusal(here) == "calibration"
-
-
-VERSION_1: dict[str, Any] = {
-    "calibration": {
-        **{"format": "topograd-calibration", "version": 1, "step": STEP, "stages": 3, "tokens": 4},
-        **{"shift": {"p99": [1.0, 2.0], "max": [3.0, 4.0]}, "gain": {"p99": [0.5, 0.25], "max": [5.0, 6.0]}},
-        **{"change_rate": [0.5, 0.25], "agreement": [0.25, 0.75, 1.0]},
-        "flip_thresholds": {str(eps): [100 * eps, None] for eps in EPS},
-        "sample": {
-            "margins": [[0.125, 1.0, 2.0, 0.5], [3.0, 1.5, 0.25, 4.0]],
-            **{"agrees": [[0, 1, 0, 0], [1, 1, 0, 1]], "lengths": [3, 1]},
-        },
-    },
-    "tuning": {
-        **{"stage": 1, "rule": {"threshold": 0.25, "longest": 4}, "predicted": 1.375, "sampled": None},
-        "costs": {"draft": 0.1, "full": 0.6, "deep": {"1": 0.5, "4": 0.75}},
-    },
-}
-"""What version 0.1 wrote; 0.2 has also "weights", "exits" and the two "drafting"s of the next."""
-DRAFTING = {
-    "drafters": ["lookup"],
-    "policy": {
-        "acceptance": {"lookup": {"bounds": [1.0], "rates": [0.5], "mean": 0.5}},
-        **{"costs": {"draft": 0.01, "full": 1.0, "deep": {"1": 1.0, "2": 1.5}}, "speedup": 1.25},
-    },
-    "predicted": 1.5,
-}
-
-
-def test_a_calibration_of_before_version_0_2_is_read(here: LoadedTextRun) -> None:
-    """It names no weights, and its run has no manifest. Its margin rule becomes a drafter of its margins."""
-    here.run.calibration_file.write_text(json.dumps(VERSION_1))
-    calibration, tuning = kept(here)
-    assert calibration == CALIBRATION
-    assert tuning.sampled is None
-    assert tuning.greedy is not None
-    assert (tuning.greedy.drafters, tuning.greedy.predicted) == (("stage 2",), 1.375)
-    policy = tuning.greedy.policy
-    assert policy.acceptance == {"stage 2": Acceptance.of([3.0, 1.5, 0.25, 4.0], [True, True, False, True])}
-    for drafts in range(4):  # (m + 1) draft + deep(m + 1)
-        seconds = policy.costs.seconds(drafts + 1) + drafts * (policy.costs.draft + policy.costs.keep)
-        deep = 0.5 + 0.25 / 3 * drafts
-        assert seconds == pytest.approx((drafts + 1) * 0.1 + deep, rel=1e-12)
-    assert isinstance(strategy_of("speculate", here, engine_of(here)), Speculate)
-
-
-def test_a_calibration_of_version_0_2_is_read(here: LoadedTextRun) -> None:
-    values = {**VERSION_1, "weights": here.weights, "exits": None}
-    values["tuning"] = {**VERSION_1["tuning"], "drafting": DRAFTING, "sampled_drafting": DRAFTING}
-    here.run.manifest.bind("calibration.json", json.dumps(values))
-    _, tuning = kept(here)
-    policy = ExpectedGainPolicy(
-        {"lookup": Acceptance((1.0,), (0.5,))}, PositionCosts({1: 1.0, 2: 1.5}, draft=0.01), 1.25
-    )
-    assert tuning.greedy == tuning.sampled == DrafterSelection(("lookup",), policy, 1.5)
-    here.run.manifest.bind("calibration.json", json.dumps({**values, "weights": "0" * 64}))
-    with refused(RunError, setting="weights", given="0" * 64):
-        kept(replace(here))
 
 
 def test_each_runtime_and_precision_has_its_own(here: LoadedTextRun) -> None:

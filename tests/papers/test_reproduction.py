@@ -27,7 +27,7 @@ from papers.reproduction import (
     site_pages,
 )
 from raising import refused
-from topograd.cli.main import MOVED, VERBS
+from topograd.cli.main import VERBS
 from topograd.cli.main import main as topograd_main
 from topograd.errors import ConfigError
 
@@ -103,7 +103,6 @@ def test_every_command_exists_and_takes_its_arguments(command: str) -> None:
     else:
         assert words[0] == "topograd"
         assert words[1] in VERBS
-        assert " ".join(words[1:3]) not in MOVED
         assert parses(topograd_main, words[1:])
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shared_cores import pipeline_order
 from topograd.exec.train_step import train_step
-from topograd.topology.pipeline import pipeline_order
 
 
 @pytest.mark.parametrize(("schedule", "world"), [("gpipe", 2), ("1f1b", 2), ("1f1b", 4)])

@@ -21,12 +21,9 @@ from topograd.runs import adapter
 from topograd.runs.adapter import (
     CARD,
     CONFIG,
-    OLD_CONFIG,
-    OLD_TENSORS,
     TENSORS,
     BaseIdentity,
     create_adapter,
-    is_adapter,
     open_adapter,
     update_adapter,
 )
@@ -208,15 +205,3 @@ def test_it_is_a_checkpoint_error_to_be_damaged(made: adapter.Adapter) -> None:
     (made.folder / TENSORS).unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         open_adapter(made.folder)
-
-
-def test_folders_of_version_0_2_are_read_and_updated(made: adapter.Adapter) -> None:
-    for now, then in ((CONFIG, OLD_CONFIG), (TENSORS, OLD_TENSORS)):
-        (made.folder / now).rename(made.folder / then)
-    assert is_adapter(made.folder)
-    old = open_adapter(made.folder, made.kind)
-    assert old.digest == made.digest
-    changed = {name: tensor + 1 for name, tensor in old.tensors.items()}
-    update_adapter(old, changed, old.settings)
-    assert sorted(path.name for path in made.folder.iterdir()) == [CARD, OLD_CONFIG, OLD_TENSORS]
-    assert open_adapter(made.folder).digest != made.digest

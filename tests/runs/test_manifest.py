@@ -228,7 +228,7 @@ def test_an_emptied_log_goes_on(copy: Run, straight: Run) -> None:
     resume(copy.folder)
 
 
-# Runs of version 0.1
+# Runs without a manifest
 
 
 def as_version_01(run: Run) -> None:
@@ -269,25 +269,6 @@ def test_a_run_of_version_01_is_adopted_as_it_is(copy: Run) -> None:
     for name in ("config.toml", "tokenizer.json", "results.json"):
         copy.manifest.verify(name)
     open_session(copy.folder)
-
-
-def test_an_old_run_is_adopted_from_the_command_line(copy: Run, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="is there already"):
-        manifest.main([str(copy.folder)])
-    as_version_01(copy)
-    manifest.main([str(copy.folder)])
-    copy.manifest.verify("config.toml")
-    assert copy.manifest.identity() is not None
-    for arguments, words in (
-        ([], "give one folder"),
-        ([str(tmp_path / "nowhere")], r"is not a run: it has no config\.toml"),
-    ):
-        with pytest.raises(SystemExit, match=words):
-            manifest.main(arguments)
-    copy.manifest.path.unlink()
-    copy.config_file.write_text("steps = ")
-    with pytest.raises(SystemExit, match=r"config\.toml is damaged"):
-        manifest.main([str(copy.folder)])
 
 
 # The manifest itself

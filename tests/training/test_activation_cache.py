@@ -26,9 +26,9 @@ from topograd.training.activation_cache import (
     HiddenStates,
     compute_states,
     layer_states,
-    open_states,
     packed_rows,
 )
+from topograd.training.row_cache import open_rows
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_damage_is_named(stack: GPT, rows: tuple[Tensor, Tensor], tmp_path: Path
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(RunError, match=name):
-        open_states(tmp_path)
+        open_rows(tmp_path, "hidden states")
 
 
 def test_states_of_something_else_are_refused_by_name(

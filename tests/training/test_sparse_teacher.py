@@ -19,7 +19,8 @@ from topograd.nn.preparation import prepare
 from topograd.runs.session import LoadedTextRun
 from topograd.topology.dag import Topology
 from topograd.training import sparse_teacher
-from topograd.training.sparse_teacher import open_teacher_logits, write_teacher
+from topograd.training.row_cache import open_rows
+from topograd.training.sparse_teacher import WHAT, write_teacher
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_it_goes_on_where_it_was_killed(
     with pytest.raises(KeyboardInterrupt):
         write_teacher(tmp_path / "t", teacher, inputs, targets, name="x", top=4)
     with pytest.raises(RunError, match="is not complete"):
-        open_teacher_logits(tmp_path / "t")
+        open_rows(tmp_path / "t", WHAT)
     again = write_teacher(tmp_path / "t", teacher, inputs, targets, name="x", top=4)
     assert calls == 4, "the first shard was not computed again"
     assert torch.equal(again.logits(range(5))(slice(0, 40)), whole.logits(range(5))(slice(0, 40)))
@@ -101,4 +102,4 @@ def test_another_teacher_and_a_flipped_bit_are_refused(teacher: Predictor, tmp_p
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(RunError, match="is damaged"):
-        open_teacher_logits(tmp_path / "t")
+        open_rows(tmp_path / "t", WHAT)

@@ -22,9 +22,7 @@ from topograd.cli.console import (
     grid,
     note,
     number,
-    out,
     parse_one_of,
-    print_json,
     show,
 )
 from topograd.decode.settings import DecodeSettings
@@ -91,22 +89,24 @@ def _serve(session: LoadedTextRun, args: Serve) -> int:
     from topograd.serve.benchmark import bench_serve
 
     results = bench_serve(session, engine_of(session, args.runtime, args.weights), args.settings)
-    if args.json:
-        print_json(results)
-        return 0
-    title = f"{Path(results['run']).name}: {args.settings.clients} clients"
+    show(args.json, results, serve_table)
+    return 0
+
+
+def serve_table(results: Mapping[str, Any]) -> Table:
+    """A depth beside full depth."""
+    title = f"{Path(results['run']).name}: {results['settings']['clients']} clients"
     table = grid(title, "depth", "tok/s", "speed", "kept", "ties", "mismatches")
     table.add_row("full", number(results["full_tokens_per_second"], 0), "1.00", "", "", "")
     table.add_row(
-        args.settings.depth,
+        results["settings"]["depth"],
         number(results["tokens_per_second"], 0),
         number(results["speedup_over_full"], 2),
         number(results["acceptance"], 2),
         str(results["ties"]),
         str(results["mismatches"]),
     )
-    out().print(table)
-    return 0
+    return table
 
 
 def _script(name: str, argv: list[str]) -> int:

@@ -18,11 +18,11 @@ from topograd.cli.console import (
     ModelArgument,
     RuntimeFlag,
     WeightsFlag,
+    grid,
     note,
     number,
-    out,
     parse,
-    print_json,
+    show,
 )
 from topograd.errors import ConfigError, DataError, RunError
 
@@ -93,10 +93,7 @@ def run(argv: list[str]) -> int:
             **measure(session, ExitStates.read(session, text, rows[1::2]), pool),
         },
     }
-    if args.json:
-        print_json(results)
-    else:
-        _show(results)
+    show(args.json, results, _head, _transitions, _exits, _rules, _pools, _drafts)
     return 0
 
 
@@ -170,20 +167,16 @@ def _tuned(tuning: Tuning) -> dict[str, Any]:
     }
 
 
-def _show(results: dict[str, Any]) -> None:
-    console = out()
-    head = f"{results['run']}: step {results['step']}, calibrated on {results['tokens']} tokens"
-    head += f" for {results['runtime']} {results['weights']}"
-    console.print(head, soft_wrap=True)
-    console.print(_transitions(results["transitions"]))
-    console.print(_exits(results))
-    console.print(_rules(results["rules"]))
-    console.print(_pools(results["pool"]))
-    console.print(_drafts(results["tuning"]), soft_wrap=True)
+def _head(results: dict[str, Any]) -> str:
+    return (
+        f"{results['run']}: step {results['step']}, calibrated on {results['tokens']} tokens "
+        f"for {results['runtime']} {results['weights']}"
+    )
 
 
-def _transitions(rows: list[dict[str, Any]]) -> Table:
-    table = _table("How far a transition moves the logits", "stages", "p99 |Δ|", "max |Δ|", "top-1 changes")
+def _transitions(results: dict[str, Any]) -> Table:
+    rows = results["transitions"]
+    table = grid("How far a transition moves the logits", "stages", "p99 |Δ|", "max |Δ|", "top-1 changes")
     for row in rows:
         name = f"{row['from']} → {row['to']}"
         table.add_row(name, number(row["p99"], 2), number(row["max"], 2), _percent(row["change_rate"]))
@@ -191,16 +184,17 @@ def _transitions(rows: list[dict[str, Any]]) -> Table:
 
 
 def _exits(results: dict[str, Any]) -> Table:
-    table = _table("Each exit against the last stage", "stage", "p99 gain", "max gain", "top-1 agrees")
+    table = grid("Each exit against the last stage", "stage", "p99 gain", "max gain", "top-1 agrees")
     for row, agreed in zip(results["rival_gain"], results["agreement"][:-1], strict=True):
         table.add_row(str(row["stage"]), number(row["p99"], 2), number(row["max"], 2), _percent(agreed))
     return table
 
 
-def _rules(rows: list[dict[str, Any]]) -> Table:
+def _rules(results: dict[str, Any]) -> Table:
+    rows = results["rules"]
     stages = len(rows[0]["exits"])
     title = "Leaving early, on text that was not calibrated on"
-    table = _table(title, "rule", "margin above", "top-1 agrees", f"leave after 1..{stages}, %")
+    table = grid(title, "rule", "margin above", "top-1 agrees", f"leave after 1..{stages}, %")
     for row in rows:
         limits = " ".join(f"{number(limit, 2):>5}" for limit in row["thresholds"])
         shares = " ".join(f"{100 * share:5.1f}" for share in row["exits"])
@@ -208,31 +202,26 @@ def _rules(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _pools(pool: dict[str, Any]) -> Table:
+def _pools(results: dict[str, Any]) -> Table:
+    pool = results["pool"]
     title = (
         f"All exits pooled, on text that was not fitted to ({pool['bpb']['last']:.4f} bits per byte alone)"
     )
-    table = _table(title, "depth", "bits per byte", "gain", "95 % of windows drawn again")
+    table = grid(title, "depth", "bits per byte", "gain", "95 % of windows drawn again")
     for name, gain in pool["gain"].items():
         low, high = pool["interval"][name]
         table.add_row(name, f"{pool['bpb'][name]:.4f}", f"{gain:+.4f}", f"{low:+.4f} to {high:+.4f}")
     return table
 
 
-def _drafts(tuning: dict[str, Any]) -> str:
+def _drafts(results: dict[str, Any]) -> str:
+    tuning = results["tuning"]
     if tuning["greedy"] is None:
         return "Drafts: off; none is predicted to be faster than full depth on this machine."
     return (
         f"Drafts: by {' and '.join(tuning['greedy']['drafters'])}, where they pay; "
         f"{tuning['predicted_speedup']:.2f} times full depth is predicted."
     )
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left", no_wrap=not place)
-    return table
 
 
 def _percent(value: float) -> str:

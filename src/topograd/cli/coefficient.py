@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.table import Table
-
-from topograd.cli.console import DASH, Json, ModelArgument, note, out, parse, print_json
+from topograd.cli.console import DASH, Json, ModelArgument, grid, note, out, parse, show
 from topograd.cli.progress import OnMore, work_progress
 from topograd.limits import DEPTH, REPEATS, check_numbers
 
@@ -71,10 +69,7 @@ def run(argv: list[str]) -> int:
         found = sample_parts(probe, settings, parts, on_more)
     results = {"model": str(args.model), "text": probe.text, "estimated_seconds": estimate, "parts": found}
     results["seconds"] = time.perf_counter() - began
-    if args.json:
-        print_json(results)
-    else:
-        _show(results)
+    show(args.json, results, _show)
     return 0
 
 
@@ -127,10 +122,7 @@ def _duration(seconds: float) -> str:
 
 def _show(results: dict[str, Any]) -> None:
     """One table for a person."""
-    table = Table(title=f"{Path(results['model']).name}: λ̂ by part", title_justify="left")
-    table.add_column("part")
-    for column in ("λ̂", "90 %", "weights", "virial"):
-        table.add_column(column, justify="right")
+    table = grid(f"{Path(results['model']).name}: λ̂ by part", "part", "λ̂", "90 %", "weights", "virial")
     for part in results["parts"]:
         if part["value"] is None:
             table.add_row(part["name"], *(DASH,) * 4)

@@ -159,14 +159,14 @@ def out() -> Console:
     return Console(highlight=False, markup=False)
 
 
-def show(as_json: bool, answer: Mapping[str, Any], *tables: Callable[[Any], Table]) -> None:
-    """An answer as one JSON object, or as tables."""
+def show(as_json: bool, answer: Mapping[str, Any], *parts: Callable[[Any], Table | str | None]) -> None:
+    """An answer as one JSON object, or its parts for a person: tables, lines, or what prints by itself."""
     if as_json:
         print_json(answer)
         return
-    console = out()
-    for table in tables:
-        console.print(table(answer))
+    for part in parts:
+        if (shown := part(answer)) is not None:
+            out().print(shown, soft_wrap=isinstance(shown, str))
 
 
 def grid(title: str, *columns: str, left: Collection[str] = (), **options: Any) -> Table:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from topograd.cli.console import Json, note, parse, print_json
+from topograd.cli.console import Json, note, parse, show
 from topograd.errors import ConfigError
 
 
@@ -35,8 +35,5 @@ def run(argv: list[str]) -> int:
     found = (
         consolidate_run(args.folders[0]) if args.out is None else consolidate_stages(args.folders, args.out)
     )
-    if args.json:
-        print_json(found)
-    else:
-        note(f"{found['run']} has step {found['step']} as one checkpoint")
+    show(args.json, found, lambda f: note(f"{f['run']} has step {f['step']} as one checkpoint"))
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, grid, note, number, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, grid, note, number, out, parse, show
 from topograd.cli.score import depth_names, scored_model
 from topograd.files import write_json
 from topograd.limits import REPEATS, check_numbers
@@ -76,10 +76,7 @@ def run(argv: list[str]) -> int:
     whole = args.depth is None and args.specialists is None  # what the report shows of the run itself
     if whole and (place := evaluations_folder(folder)) is not None:
         write_json(place / "core.json", answer | {"weights": model.session.weights})
-    if args.json:
-        print_json(answer)
-    else:
-        _show(answer)
+    show(args.json, answer, _show)
     return 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from topograd.cli.console import Json, ModelArgument, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, parse, show
 from topograd.errors import ConfigError
 
 
@@ -38,8 +38,5 @@ def run(argv: list[str]) -> int:
     from topograd.convert.model_argument import resolve_model
 
     found = export_model(resolve_model(args.model), args.out, args.format, args.weights or "F32")
-    if args.json:
-        print_json(found)
-    else:
-        out().print(f"{found['out']}: {', '.join(found['files'])}", soft_wrap=True)
+    show(args.json, found, lambda f: f"{f['out']}: {', '.join(f['files'])}")
     return 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.console import Json, note, parse, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,12 @@ def run(argv: list[str]) -> int:
             f"{found['architecture']} has no stack of its own here: transformers runs it, and every token is "
             "computed from the whole text before it"
         )
-    if args.json:
-        print_json(found)
-    else:
-        millions = found["parameters"] / 1e6
-        out().print(
-            f"{found['run']}: {found['architecture']}, {found['layers']} layers, {millions:.1f} M parameters,"
-            f" weights {found['weights']}, {found['seconds']:.1f} s",
-            soft_wrap=True,
-        )
+    show(args.json, found, _line)
     return 0
+
+
+def _line(found: dict[str, Any]) -> str:
+    return (
+        f"{found['run']}: {found['architecture']}, {found['layers']} layers, "
+        f"{found['parameters'] / 1e6:.1f} M parameters, weights {found['weights']}, {found['seconds']:.1f} s"
+    )

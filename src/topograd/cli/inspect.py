@@ -11,31 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import DASH, Json, note, out, parse, print_json
+from topograd.cli.console import DASH, Json, grid, note, out, parse, show
+from topograd.cli.probe_model import BATCH_TOKENS, moved, run_probe, wanted_type
 from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import ConfigError
 from topograd.limits import REPEATS, check_numbers
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from topograd.data.windows import Text
     from topograd.geometry.checkpoint import CheckpointReading
-    from topograd.runs.session import LoadedTextRun
 
 T = TypeVar("T")
-
-MIN_TOKENS = 4096
-"""That a run is read on, if its text has them; and `ROWS_PER_CHANNEL` for each channel of its stream."""
-TOKEN_BYTES = 10
-"""Of text for a token: more than it has, as short documents are left out."""
-LENGTH = 128
-"""Tokens of a row: with thousands, attention and logits cost more than they say."""
-LARGE = 50_000_000
-"""Parameters from which on a model runs in float32, unless it was asked for otherwise."""
-BATCH_TOKENS = 256
-"""Of the batches: what a backward pass holds of SmolLM2 is 2 MB a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +74,7 @@ def run(argv: list[str]) -> int:
     results = {"model": str(args.model), **about, **result.as_dict()}
     results["seconds"] = time.perf_counter() - began
     results["page"] = str(write_geometry(args.out or page, results))
-    if args.json:
-        print_json(results)
-    else:
-        _show(results)
+    show(args.json, results, _show)
     return 0
 
 
@@ -101,28 +83,18 @@ def _run_of_ours(
 ) -> tuple[Path, dict[str, Any], CheckpointReading]:
     import torch
 
-    from topograd.exec.forward import stage_logits
     from topograd.geometry.checkpoint import read_checkpoint
-    from topograd.runs.session import open_session
 
-    session = open_session(folder)
-    stack = moved(session.stack, args.device, args.dtype)
-    batches = probe_batches(session, args.text)
-    last = session.plan.predicting()[-1]
-
-    def outputs(model: Any, inputs: Tensor) -> Tensor:
-        return stage_logits(model, session.plan, last, inputs)
-
+    session, probe = run_probe(folder, args.text, args.device, args.dtype)
     found = read_checkpoint(
-        stack,
-        _counted(batches, on_more),
-        outputs=outputs,
-        generator=torch.Generator(batches[0][0].device).manual_seed(0),
+        probe.model,
+        _counted(probe.batches, on_more),
+        outputs=probe.outputs,
+        generator=torch.Generator(probe.batches[0][0].device).manual_seed(0),
         scans=args.scans,
         on_scan=on_more,
     )
-    source = "the run's held-out text" if args.text is None else str(args.text)
-    about = {"kind": "run", "step": session.step, "text": source}
+    about = {"kind": "run", "step": session.step, "text": probe.text}
     page = folder / "geometry.html" if folder == args.model else Path(f"{folder.name}-geometry.html")
     return page, about, found
 
@@ -156,60 +128,6 @@ def _checkpoint(
     return Path(f"{source_name(folder.resolve())}-geometry.html"), about, found
 
 
-def probe_batches(session: LoadedTextRun, own: Path | None) -> list[tuple[Tensor, Tensor]]:
-    """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
-    from topograd.geometry.inspection import ROWS_PER_CHANNEL
-    from topograd.runs.session import heldout_text
-
-    tokens = max(MIN_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
-    text = heldout_text(session, own, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context))
-    return batches_of(text, next(session.stack.parameters()).device, tokens)
-
-
-def batches_of(text: Text, device: torch.device, tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """Rows of LENGTH tokens at most, evenly spaced over a text, `tokens` in all and no padding."""
-    import torch
-
-    from topograd.data.loader import IGNORED
-
-    sizes = (text.targets != IGNORED).sum(1).tolist()
-    length = min(LENGTH, max(sizes))
-    inputs, targets = (
-        torch.cat([row[: n // length * length].view(-1, length) for row, n in zip(part, sizes, strict=True)])
-        for part in (text.inputs, text.targets)
-    )
-    count = min(len(inputs), -(-tokens // length))
-    chosen = torch.arange(count) * len(inputs) // count
-    rows = max(1, BATCH_TOKENS // length)
-    inputs, targets = inputs[chosen].to(device), targets[chosen].to(device)
-    return list(zip(inputs.split(rows), targets.split(rows), strict=True))
-
-
-def wanted_type(asked: str | None, parameters: int) -> torch.dtype:
-    """The type that was asked for, or the default for a model of so many parameters."""
-    import torch
-
-    kind: torch.dtype = getattr(torch, asked or ("float32" if parameters > LARGE else "float64"))
-    return kind
-
-
-def moved(model: Any, device: str | None, dtype: str | None) -> Any:
-    """The model in the type and on the device that were asked for, or one line that says why not."""
-    from topograd.runs.device import usable_device
-
-    where = None if device is None else usable_device(device)
-    kind = wanted_type(dtype, sum(parameter.numel() for parameter in model.parameters()))
-    try:
-        found = model.to(device=where, dtype=kind)
-        next(found.parameters()).double()  # directions are followed in float64
-    except (RuntimeError, AssertionError, TypeError) as problem:
-        reason = " ".join(str(problem).split())[:120]
-        raise ConfigError(
-            f"--device {device} cannot be used ({reason})", remedy="choose cpu or cuda"
-        ) from None
-    return found
-
-
 def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:
     """The batches, with a word for each that has been read."""
     for done, batch in enumerate(batches):
@@ -235,13 +153,6 @@ def _show(results: Mapping[str, Any]) -> None:
     console.print(results["page"], soft_wrap=True)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", overflow="fold")
-    return table
-
-
 def _stream_table(results: Mapping[str, Any]) -> Table | None:
     stream = results["stream"]
     if stream is None:
@@ -249,7 +160,7 @@ def _stream_table(results: Mapping[str, Any]) -> Table | None:
     title = f"{Path(results['model']).name}, σ_{stream['rank']} of the stream: {stream['verdict']}"
     without = results["stream_without_massive"]
     columns = ("without massive rows", "rank without") if without else ()
-    table = _table(title, "after", "σ_r(H)/σ_r(H₀)", "effective rank", *columns)
+    table = grid(title, "after", "σ_r(H)/σ_r(H₀)", "effective rank", *columns, overflow="fold")
     rows = [[name] for name in ("input", *stream["names"])]
     for one in (stream, without) if without else (stream,):
         for row, ratio, rank in zip(rows, (1.0, *one["ratios"]), one["effective_ranks"], strict=True):
@@ -260,8 +171,17 @@ def _stream_table(results: Mapping[str, Any]) -> Table | None:
 
 
 def _directions(results: Mapping[str, Any]) -> Table:
-    table = _table(
-        "Directions", "layer", "kind", "order", "interval", "Fisher", "share", "90 %", "dimensions"
+    table = grid(
+        "Directions",
+        "layer",
+        "kind",
+        "order",
+        "interval",
+        "Fisher",
+        "share",
+        "90 %",
+        "dimensions",
+        overflow="fold",
     )
     for one in results["directions"]:
         interval, share = one["interval"], one["share"]
@@ -282,7 +202,9 @@ def _directions(results: Mapping[str, Any]) -> Table:
 def _norm_table(results: Mapping[str, Any]) -> Table | None:
     if not results["norms"]:
         return None
-    table = _table("γ's direction against the outputs", "norm", "kernel", "|cos|", "share of variance")
+    table = grid(
+        "γ's direction against the outputs", "norm", "kernel", "|cos|", "share of variance", overflow="fold"
+    )
     for name, norm in results["norms"].items():
         size = str(norm["dimensions"]) if norm["exact"] else "none"
         table.add_row(name, size, f"{norm['cosine']:.6f}", f"{norm['share']:.1e}")
@@ -293,7 +215,7 @@ def _spectra_table(results: Mapping[str, Any]) -> Table:
     sides = ("A", "G") if results["fisher"] else ("A",)
     fisher = f"{results['fisher']} Fisher" if results["fisher"] else "no loss, so no G"
     columns = [f"{side} {word}" for side in sides for word in ("rank", "eff.")]
-    table = _table(f"Factors ({fisher})", "layer", *columns)
+    table = grid(f"Factors ({fisher})", "layer", *columns, overflow="fold")
     for name, layer in results["layers"].items():
         cells: list[str] = []
         for side in sides:

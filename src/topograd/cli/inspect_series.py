@@ -11,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from topograd.cli.console import DASH, note, number, out, print_json
+from topograd.cli.console import DASH, grid, note, number, out, show
 from topograd.cli.progress import work_progress
 from topograd.errors import RunError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from topograd.cli.inspect import Inspect
+    from topograd.cli.probe_model import ProbeModel
 
 MAX_BATCHES = 6
 """Of the probe: each checkpoint is read on the same."""
@@ -33,10 +34,7 @@ def run_series(args: Inspect) -> int:
     from topograd.report.geometry_series import write_series  # matplotlib
 
     results["page"] = str(write_series(args.out or args.series / "geometry-series.html", results))
-    if args.json:
-        print_json(results)
-    else:
-        _show(results)
+    show(args.json, results, _show)
     return 0
 
 
@@ -45,12 +43,9 @@ class Opened:
     """One checkpoint, on the device and in the type that were asked for."""
 
     step: int
-    model: nn.Module
-    batches: list[tuple[Tensor, Tensor]]
-    outputs: Callable[[Any, Any], Tensor]
+    probe: ProbeModel
     fresh: Callable[[], nn.Module]
     """A random model of its shape."""
-    text: str
 
 
 def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
@@ -66,10 +61,10 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
             on_more(done, len(checkpoints))
             one = opened()
             if reader is None:
-                reader = SeriesReader(one.batches[:MAX_BATCHES], one.outputs, SAMPLING)
-                random = SeriesReader(reader.batches, one.outputs, None).read(one.fresh(), 0)
-                text = one.text
-            points.append(reader.read(one.model, one.step))
+                reader = SeriesReader(one.probe.batches[:MAX_BATCHES], one.probe.outputs, SAMPLING)
+                random = SeriesReader(reader.batches, one.probe.outputs, None).read(one.fresh(), 0)
+                text = one.probe.text
+            points.append(reader.read(one.probe.model, one.step))
             on_more(done + 1, len(checkpoints))
     assert reader is not None
     assert random is not None
@@ -105,24 +100,17 @@ def _own_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
 def _open_own(args: Inspect, folder: Path, name: str) -> Opened:
     import torch
 
-    from topograd.cli.inspect import moved, probe_batches
-    from topograd.exec.forward import stage_logits
-    from topograd.runs.session import build_stack, open_session
+    from topograd.cli.probe_model import moved, run_probe
+    from topograd.runs.session import build_stack
 
-    session = open_session(folder, name)
-    plan, last = session.plan, session.plan.predicting()[-1]
-
-    def outputs(model: Any, inputs: Tensor) -> Tensor:
-        return stage_logits(model, plan, last, inputs)
+    session, probe = run_probe(folder, args.text, args.device, args.dtype, name)
 
     def fresh() -> nn.Module:
         torch.manual_seed(session.config.seed)
         made: nn.Module = moved(build_stack(session.config)[0].eval(), args.device, args.dtype)
         return made
 
-    stack, batches = moved(session.stack, args.device, args.dtype), probe_batches(session, args.text)
-    source = "the run's held-out text" if args.text is None else str(args.text)
-    return Opened(session.step, stack, batches, outputs, fresh, source)
+    return Opened(session.step, probe, fresh)
 
 
 def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
@@ -143,8 +131,7 @@ def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], 
 def _open_hugging_face(args: Inspect, step: int, folder: Path) -> Opened:
     import torch
 
-    from topograd.cli.inspect import moved
-    from topograd.cli.probe_model import hugging_face_probe
+    from topograd.cli.probe_model import hugging_face_probe, moved
 
     probe = hugging_face_probe(folder, args.text, args.device, args.dtype)
 
@@ -154,7 +141,7 @@ def _open_hugging_face(args: Inspect, step: int, folder: Path) -> Opened:
         made: nn.Module = moved(type(model)(model.config).eval(), args.device, args.dtype)
         return made
 
-    return Opened(step, probe.model, probe.batches, probe.outputs, fresh, probe.text)
+    return Opened(step, probe, fresh)
 
 
 def _step_of(folder: Path) -> int:
@@ -188,12 +175,8 @@ def _refused(points: list[Any], readings: int) -> list[str]:
 
 def _show(results: dict[str, Any]) -> None:
     """One table for a person."""
-    from rich.table import Table
-
     title = f"{Path(results['run']).name}: σ_{results['rank']} and others by step, phase {results['phase']}"
-    table = Table(title=title, title_justify="left")
-    for column in ("step", "loss", "σ_r", "rank", "Schur", "‖w‖", "λ̂", "interval"):
-        table.add_column(column, justify="right")
+    table = grid(title, "step", "loss", "σ_r", "rank", "Schur", "‖w‖", "λ̂", "interval")
     for name, point in (("random", results["random"]), *((p["step"], p) for p in results["points"])):
         interval = point["interval"]
         table.add_row(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, out, parse_one_of, print_json
+from topograd.cli.console import Json, ModelArgument, grid, out, parse_one_of, print_json
 from topograd.errors import ConfigError
 from topograd.limits import check_numbers
 
@@ -69,9 +69,8 @@ def _rank(args: Rank) -> None:
     if args.json:
         print_json({"run": str(args.model), "width": session.stack.width, "boundaries": found})
         return
-    table = Table(title=f"Directions of {session.stack.width} that gradient needs", title_justify="left")
-    for column in ("behind layer", "90 %", "99 %", "effective rank"):
-        table.add_column(column, justify="right")
+    title = f"Directions of {session.stack.width} that gradient needs"
+    table = grid(title, "behind layer", "90 %", "99 %", "effective rank")
     for one in found:
         ranks = str(one["rank_90"]), str(one["rank_99"]), f"{one['effective_rank']:.1f}"
         table.add_row(str(one["layer"]), *ranks)
@@ -99,8 +98,11 @@ def _analyse(args: Analyse) -> None:
         print_json({"run": str(args.model), **found})
         return
     out().print(f"loss {found['loss']:.4f}")
-    out().print(_regions_table(found))
-    out().print(_boundaries_table(found))
+    regions = {name: found[name] for name in ("local_norm", "suffix_norm", "rms", "effective_rank")}
+    out().print(_table("Jacobians of inner regions", "region", 2, regions))
+    messages = {name: found[name] for name in ("adjoint_norm", "message_rank", "message_spread")}
+    messages |= {f"cost of {how}": costs for how, costs in found["ablation"].items()}
+    out().print(_table("Messages", "boundary", 1, messages))
     out().print(found["path_past_interfaces"] or "no path leads past the interfaces")
     plan = found["plan"]
     spans = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in plan["seconds"].items())
@@ -127,22 +129,8 @@ def _plan(args: Analyse, session: LoadedTextRun, inputs: Tensor, targets: Tensor
     return planned(regions.count, workers, args.microbatches, times, sizes, args.mbit, args.latency / 1000)
 
 
-def _regions_table(found: dict[str, Any]) -> Table:
-    names = ("local_norm", "suffix_norm", "rms", "effective_rank")
-    return _table("Jacobians of inner regions", "region", 2, {name: found[name] for name in names})
-
-
-def _boundaries_table(found: dict[str, Any]) -> Table:
-    columns = {name: found[name] for name in ("adjoint_norm", "message_rank", "message_spread")}
-    columns |= {f"cost of {how}": costs for how, costs in found["ablation"].items()}
-    return _table("Messages", "boundary", 1, columns)
-
-
 def _table(title: str, first: str, start: int, columns: dict[str, list[float]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first, justify="right")
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="right")
+    table = grid(title, first, *(name.replace("_", " ") for name in columns))
     for k, row in enumerate(zip(*columns.values(), strict=True), start):
         table.add_row(str(k), *(f"{value:.4g}" for value in row))
     return table

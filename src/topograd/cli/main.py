@@ -55,31 +55,12 @@ GROUPS = {
 VERBS = {verb: words for group in GROUPS.values() for verb, words in group.items()}
 ALIASES = {name: f"specialist {name}" for name in ("attach", "finetune", "compose", "route", "align")}
 """Commands of version 0.2, for one release."""
-MOVED = {
-    "study": "python -m papers list, then python -m papers run NAME",
-    "reproduce": "python -m papers reproduce",
-    "optim": "python -m papers check equivariance, or cells",
-    "fields": "python -m papers check kernel, or simulate",
-    "probe catalogue": "python -m papers check catalogue",
-    "probe families": "python -m papers check families",
-    **{
-        f"interfaces {check}": f"python -m papers check {check}"
-        for check in ("parity", "leak", "plan", "costs")
-    },
-    "bench scan": "python benchmarks/scan.py",
-    "bench kernel": "python benchmarks/kernel.py",
-    "bench optim": "python benchmarks/optimizer_step.py",
-    "bench monitors": "python benchmarks/monitors.py",
-    "bench prompts": "python benchmarks/prompts.py",
-    "simulate": "python benchmarks/simulate.py",
-}
-"""Commands of the papers and benchmarks: they run from a clone of the repository and are not installed."""
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command of `topograd` and return the exit code."""
-    return run_program("topograd", VERBS, run_command, argv, MOVED, ALIASES, GROUPS)
+    return run_program("topograd", VERBS, run_command, argv, ALIASES, GROUPS)
 
 
 def run_command(verb: str, argv: list[str]) -> int:
@@ -96,15 +77,13 @@ def run_program(
     verbs: Mapping[str, str],
     run: Callable[[str, list[str]], int],
     argv: list[str] | None = None,
-    moved: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
     groups: Mapping[str, Mapping[str, str]] | None = None,
 ) -> int:
     """Run one command of a program by `run(command, its arguments)` and return the exit code.
 
     Every error that a user can cause becomes one line on stderr. `verbs` says what each command does, in a
-    line; `groups` has the same under headings. `moved` names what replaces a command, or two words, that is
-    gone; `aliases` what an old name stands for.
+    line; `groups` has the same under headings. `aliases` says what an old name stands for.
     """
     try:
         _prepare_streams()
@@ -112,9 +91,7 @@ def run_program(
             sys.path.append(os.getcwd())  # for parts of the user's own, `package.module:attribute`
         given = sys.argv[1:] if argv is None else argv
         code = _guarded(
-            lambda: _dispatch(
-                program, groups or {"": verbs}, run, _renamed(given, aliases or {}), moved or {}
-            )
+            lambda: _dispatch(program, groups or {"": verbs}, run, _renamed(given, aliases or {}))
         )
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
@@ -173,7 +150,6 @@ def _dispatch(
     groups: Mapping[str, Mapping[str, str]],
     run: Callable[[str, list[str]], int],
     argv: list[str],
-    moved: Mapping[str, str],
 ) -> int:
     verb = argv[0] if argv else ""
     if verb in ("-h", "--help"):
@@ -187,9 +163,6 @@ def _dispatch(
     if not verb:
         print(_overview(program, groups), file=sys.stderr)
         return 2
-    for words in (verb, " ".join(argv[:2])):
-        if words in moved:
-            return _fail(f"{words!r} is not installed; in a clone of the repository, run {moved[words]}")
     names = [name for group in groups.values() for name in group]
     if verb not in names:
         import difflib

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, number, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, grid, number, parse, show
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,12 +64,10 @@ def run(argv: list[str]) -> int:
         "target": args.target,
         "tokens": target,
     } | found
-    if args.json:
-        print_json(answer)
-        return 0
-    out().print(stages_table(f"{args.target!r} behind {args.prompt!r}", found))
+    tables = [lambda _: stages_table(f"{args.target!r} behind {args.prompt!r}", found)]
     if passage is not None:
-        out().print(stages_table("with the passage in front", found["with_passage"]))
+        tables.append(lambda _: stages_table("with the passage in front", found["with_passage"]))
+    show(args.json, answer, *tables)
     return 0
 
 
@@ -92,10 +90,8 @@ def _tokens(args: Question, pool: SpecialistPool) -> tuple[list[list[int]], list
 
 def stages_table(title: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     """A row for each stage, then for each path."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("stage or path")
-    for name in ("rank", "logit", "P(first token)", "P(all of it)", "top instead"):
-        table.add_column(name, justify="right")
+    columns = ("rank", "logit", "P(first token)", "P(all of it)", "top instead")
+    table = grid(title, "stage or path", *columns)
     for row in (*found["stages"], *found["paths"]):
         if "path" in row:
             name = f"path: {row['path']}"

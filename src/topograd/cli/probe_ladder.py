@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.table import Table
 
-from topograd.cli.console import DASH, Json, OptionalModel, out, parse, print_json
+from topograd.cli.console import DASH, Json, OptionalModel, grid, parse, show
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,16 +84,11 @@ def run(argv: list[str]) -> int:
         }
         for one in found
     ]
-    if args.json:
-        print_json({"model": args.module or str(args.model), "unit": args.unit, "layers": layers})
-        return 0
-    table = Table(title=f"{args.unit}: powers of t, predicted and measured", title_justify="left")
-    table.add_column("layer")
-    for column in ("inputs", "gradients", "both"):
-        table.add_column(column, justify="right")
+    table = grid(f"{args.unit}: powers of t, predicted and measured", "layer", "inputs", "gradients", "both")
     for layer in found:
         table.add_row(layer.name, *map(_words, (layer.inputs, layer.gradients, layer.whole)))
-    out().print(table)
+    answer = {"model": args.module or str(args.model), "unit": args.unit, "layers": layers}
+    show(args.json, answer, lambda _: table)
     return 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from topograd.cli.console import Folder, Json, note, parse, print_json
+from topograd.cli.console import Folder, Json, note, parse, show
 from topograd.errors import ConfigError
 from topograd.files import read_json
 from topograd.runs.folder import Run
@@ -55,11 +55,8 @@ def run(argv: list[str]) -> int:
     page = write_report(
         Run.open(args.folder).report_file, staged, backprop, None, shares=_shares(args.folder)
     )
-    if args.json:
-        names = {"staged": staged.name, "backprop": backprop.name if backprop else None}
-        print_json({"run": str(args.folder), "report": str(page), **names})
-    else:
-        print(page)
+    names = {"staged": staged.name, "backprop": backprop.name if backprop else None}
+    show(args.json, {"run": str(args.folder), "report": str(page), **names}, _page)
     return 0
 
 
@@ -91,10 +88,7 @@ def _specialist(args: Report) -> int:
         )
     name, base = args.folder.resolve().name, adapter.base.folder.name
     page = write_specialist_report(args.folder / "report.html", name, adapter.settings, base, records)
-    if args.json:
-        print_json({"specialist": str(args.folder), "report": str(page)})
-    else:
-        print(page)
+    show(args.json, {"specialist": str(args.folder), "report": str(page)}, _page)
     return 0
 
 
@@ -112,11 +106,13 @@ def _images(args: Report) -> int:
         )
     shown = examples(open_run(args.folder))
     page = write_image_report(Run.open(args.folder).report_file, data, other, shown)
-    if args.json:
-        print_json({"run": str(args.folder), "report": str(page), "against": other.name if other else None})
-    else:
-        print(page)
+    against = other.name if other else None
+    show(args.json, {"run": str(args.folder), "report": str(page), "against": against}, _page)
     return 0
+
+
+def _page(answer: dict[str, Any]) -> str:
+    return str(answer["report"])
 
 
 def _read(folder: Path) -> tuple[int, RunData]:

@@ -27,27 +27,19 @@ def stored_results(run: Run) -> dict[str, Any] | None:
     if results is None or not isinstance(results.get("steps"), int):
         return None
     measure = results.get(measure_of(results))
-    if not isinstance(measure, dict) or not {"last", "prefix"} <= measure.keys():
+    if not isinstance(measure, dict) or not {"prediction", "prefix"} <= measure.keys():
         return None
     names = run.store.names()
     if names and names[-1] != f"step-{results['steps']:08d}":
         return None
     if "weights" in results and names and results["weights"] != run.store.weights(names[-1]):
         return None
-    return with_prediction(results) | {"run": str(run.folder)}  # the folder may have been moved
+    return results | {"run": str(run.folder)}  # the folder may have been moved
 
 
 def measure_of(results: Mapping[str, Any]) -> str:
     """What judges a run: bits per byte of text, or accuracy on images or hidden tokens."""
     return "accuracy" if "accuracy" in results else "bpb"
-
-
-def with_prediction(results: dict[str, Any]) -> dict[str, Any]:
-    """Results of versions before 0.2, whose chains predicted by their last stage, in today's words."""
-    if measure_of(results) == "accuracy":
-        return results
-    bpb = results["bpb"]
-    return results | {"bpb": {"prediction": bpb["last"], "stages": bpb["prefix"], **bpb}}
 
 
 def measured(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from topograd.cli.console import Folder, Json, note, out, parse, print_json
+from topograd.cli.console import Folder, Json, note, out, parse, show
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -72,10 +72,7 @@ def run(argv: list[str]) -> int:
         exits=args.exits,
         on_work=_shown(),
     )
-    if args.json:
-        print_json(found)
-    else:
-        _show(found)
+    show(args.json, found, _show)
     return 0
 
 

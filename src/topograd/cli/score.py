@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, WeightsFlag, note, note_runtime, out, parse, print_json
+from topograd.cli.console import (
+    Json,
+    ModelArgument,
+    WeightsFlag,
+    grid,
+    note,
+    note_runtime,
+    out,
+    parse,
+    print_json,
+)
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,10 +110,7 @@ def _answer(scored: list[ScoredText]) -> dict[str, Any]:
 def _table(scored: ScoredText, names: Sequence[str]) -> Table:
     """A row for each token: its log-probability and rank at each depth."""
     stages = scored.stages()
-    table = Table(title=repr(scored.text), title_justify="left")
-    table.add_column("token")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = grid(repr(scored.text), "token", *names)
     for i, piece in enumerate(scored.pieces):
         cells = [stage["tokens"][i] for stage in stages]
         table.add_row(repr(piece), *(f"{cell['logprob']:.4f} ({cell['rank']})" for cell in cells))

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -112,60 +112,58 @@ class Dp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soft:
-    """Learn where the boundaries are, together with the weights, as a run that can be resumed."""
+class Searched:
+    """What searches have in common that are runs and can be resumed."""
 
+    kind: ClassVar[str]
     out: Path | None = None
     """The run's folder; by default a new one in runs/."""
     resume: Path | None = None
     """Continue the run in this folder; its settings stay as they are."""
     size: _Size = field(default_factory=Size)
-    soft: Annotated[SoftConfig, tyro.conf.arg(name="")] = field(default_factory=SoftConfig)
     json: Json = False
 
     def __post_init__(self) -> None:
-        self.size.config()  # says what cannot be while flags are read
+        self.base()  # says what cannot be while flags are read
 
-    @property
-    def kind(self) -> str:
-        return "soft"
+    def base(self) -> TrainConfig:
+        """The settings of the training."""
+        return self.size.config()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soft(Searched):
+    """Learn where the boundaries are, together with the weights, as a run that can be resumed."""
+
+    kind: ClassVar[str] = "soft"
+    soft: Annotated[SoftConfig, tyro.conf.arg(name="")] = field(default_factory=SoftConfig)
 
     def config(self) -> TrainConfig:
         """The settings of the run."""
         from topograd.search.soft import soft_run
 
-        return soft_run(self.size.config(), self.soft)
+        return soft_run(self.base(), self.soft)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surgery:
+class Surgery(Searched):
     """Train and change a boundary every so often, as a run that can be resumed."""
 
-    out: Path | None = None
-    """The run's folder; by default a new one in runs/."""
-    resume: Path | None = None
-    """Continue the run in this folder; its settings stay as they are."""
+    kind: ClassVar[str] = "surgery"
     partition: str = "L"
     """The partition at first, as 2,2; L is one stage."""
     stage_heads: Literal["shared", "per-stage", "low-rank"] = "per-stage"
     """One head for all stages, or one more for each, whole or of low rank."""
-    size: _Size = field(default_factory=Size)
     surgery: Annotated[SurgeryConfig, tyro.conf.arg(name="")] = field(default_factory=SurgeryConfig)
-    json: Json = False
 
-    def __post_init__(self) -> None:
-        self.size.config(partition=self.partition)
-
-    @property
-    def kind(self) -> str:
-        return "surgery"
+    def base(self) -> TrainConfig:
+        return self.size.config(partition=self.partition, heads=self.stage_heads)
 
     def config(self) -> TrainConfig:
         """The settings of the run."""
         from topograd.search.surgery import surgery_run
 
-        config = self.size.config(partition=self.partition, heads=self.stage_heads)
-        return surgery_run(config, self.surgery)
+        return surgery_run(self.base(), self.surgery)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, out, pairs, parse_one_of, print_json
+from topograd.cli.console import Json, pairs, parse_one_of, show
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
 from topograd.topology.closed_forms import closed_forms
@@ -138,10 +138,7 @@ def run(argv: list[str]) -> int:
         case Properties():
             answer = _properties(args)
             table = pairs(_rows(answer))
-    if args.json:
-        print_json(answer)
-    else:
-        out().print(table)
+    show(args.json, answer, lambda _: table)
     return 0
 
 

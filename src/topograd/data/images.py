@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from topograd.data.loader import EpochLoader
 from topograd.errors import DataError
 
 DIGITS = "digits"
@@ -276,3 +277,20 @@ def _digits() -> tuple[ImageSet, ImageSet]:
     every = ImageSet(images, torch.from_numpy(labels.astype(np.int64)))
     held = torch.arange(len(every)) % 5 == 4
     return every.chosen(~held), every.chosen(held)
+
+
+class ImageLoader(EpochLoader[tuple[Tensor, Tensor]]):
+    """Batches (images, labels): uint8 (batch, channels, height, width) and int64 (batch,)."""
+
+    def __init__(self, images: ImageSet, batch: int, seed: int) -> None:
+        if not len(images):
+            raise DataError("there is no image to train on", setting="images", remedy="give at least one")
+        self.images = images
+        super().__init__(batch, seed)
+
+    def _draw(self, generator: np.random.Generator) -> ImageSet:
+        return self.images
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        chosen = self.images.chosen(torch.tensor(list(self._next_rows())))
+        return chosen.images, chosen.labels

@@ -1,8 +1,8 @@
-"""The text loader: an endless, deterministic sequence of batches that can resume anywhere.
+"""Loaders: endless, deterministic sequences of batches that can resume anywhere.
 
-Epoch e packs the corpus anew and shuffles the sequences, both with a generator seeded by (seed, e). A batch
-is the next `batch` sequences; it may begin in one epoch and end in the next. The position is the epoch and
-the index of the sequence: after `seek` to it, the batches are the same.
+Epoch e shuffles the rows with a generator seeded by (seed, e); of text it packs the corpus anew first. A
+batch is the next `batch` rows; it may begin in one epoch and end in the next. The position is the epoch and
+the index of the row: after `seek` to it, the batches are the same.
 
 Cost. A batch copies its tokens out of the shards, some microseconds for each segment. The first batch of an
 epoch also packs it.
@@ -10,8 +10,9 @@ epoch also packs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sized
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,70 +25,92 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The target of a position that has none; torch's cross-entropy leaves it out by default."""
+T = TypeVar("T")
 
 
-class Loader(Iterator["tuple[Tensor, Tensor]"]):
-    """Batches (inputs, targets), int64 of shape (batch, context)."""
+class EpochLoader(Iterator[T], ABC):
+    """Batches of rows; every epoch has each row once, in an order of (seed, epoch)."""
 
-    def __init__(self, shards: Shards, context: int, batch: int, seed: int) -> None:
-        if context < 1 or batch < 1 or seed < 0:
-            bounds = (("context", context, 1), ("batch", batch, 1), ("seed", seed, 0))
-            name, given, least = next(bound for bound in bounds if bound[1] < bound[2])
-            raise ConfigError(setting=name, given=given, allowed=f"at least {least}")
-        if shards.tokens - 1 < context and shards.learned is None:  # a few conversations are padded
-            problem = (
-                f"the training text has {shards.tokens} tokens, too short for one sequence of {context + 1}"
-            )
-            remedy = "give more text or a shorter context"
-            raise DataError(problem, setting="context", given=context, remedy=remedy)
-        self.shards, self.context, self.batch, self.seed = shards, context, batch, seed
-        self._start_epoch(0)
+    def __init__(self, batch: int, seed: int) -> None:
+        for name, given, least in (("batch", batch, 1), ("seed", seed, 0)):
+            if given < least:
+                raise ConfigError(setting=name, given=given, allowed=f"at least {least}")
+        self.batch, self.seed = batch, seed
+        self.seek({"epoch": 0, "row": 0})
+
+    @abstractmethod
+    def _draw(self, generator: np.random.Generator) -> Sized:
+        """The rows of an epoch."""
 
     @property
     def position(self) -> dict[str, int]:
         """The start of the next batch; JSON-able."""
         return {"epoch": self._epoch, "row": self._row}
 
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Continue from a `position`, of this loader or of one with the same rows and settings."""
+        epoch: Any = position.get("epoch")
+        row: Any = position.get("row")
+        known = type(epoch) is int and type(row) is int and epoch >= 0 <= row
+        if known:
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
+            drawn = self._draw(generator)
+            order = generator.permutation(len(drawn))
+        if not known or row > len(order):
+            allowed = "an epoch and a row" + (f" of {len(order)}" if known else ", as {'epoch': 0, 'row': 0}")
+            raise DataError(setting="position", given=dict(position), allowed=allowed)
+        self._epoch, self._row, self._drawn, self._order = epoch, row, drawn, order
+
+    def _next_rows(self) -> Iterator[int]:
+        """The rows of the next batch, one by one: an epoch may end between them."""
+        for _ in range(self.batch):
+            if self._row == len(self._order):
+                self.seek({"epoch": self._epoch + 1, "row": 0})
+            self._row += 1
+            yield int(self._order[self._row - 1])
+
+
+class Loader(EpochLoader["tuple[Tensor, Tensor]"]):
+    """Batches (inputs, targets), int64 of shape (batch, context)."""
+
+    def __init__(self, shards: Shards, context: int, batch: int, seed: int) -> None:
+        if context < 1:
+            raise ConfigError(setting="context", given=context, allowed="at least 1")
+        if shards.tokens - 1 < context and shards.learned is None:  # a few conversations are padded
+            problem = (
+                f"the training text has {shards.tokens} tokens, too short for one sequence of {context + 1}"
+            )
+            remedy = "give more text or a shorter context"
+            raise DataError(problem, setting="context", given=context, remedy=remedy)
+        self.shards, self.context = shards, context
+        super().__init__(batch, seed)
+
+    _drawn: Rows
+
+    def _draw(self, generator: np.random.Generator) -> Rows:
+        return pack(self.shards.offsets, self.context + 1, generator)
+
     @property
     def rows(self) -> int:
         """The number of sequences of the current epoch."""
-        return len(self._packed)
+        return len(self._drawn)
 
     @property
     def padded_share(self) -> float:
         """The share of positions of the current epoch that are padding."""
-        return self._packed.padded_share
-
-    def seek(self, position: dict[str, Any]) -> None:
-        """Continue from a `position`, of this loader or of one with the same shards and settings."""
-        epoch, row = position.get("epoch"), position.get("row")
-        if type(epoch) is not int or type(row) is not int or epoch < 0 or row < 0:
-            problem = f"loader position {position!r} is not of the form {{'epoch': 0, 'row': 0}}"
-            raise DataError(problem, setting="position", given=position)
-        packed, order = _shuffled_epoch(self.shards, self.context, self.seed, epoch)
-        if row > len(packed):
-            problem = f"loader position {position!r} lies behind the last of {len(packed)} sequences"
-            raise DataError(problem, setting="position", given=position)
-        self._epoch, self._row, self._packed, self._order = epoch, row, packed, order
+        return self._drawn.padded_share
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         inputs = np.full((self.batch, self.context), self.shards.separator, dtype=np.int64)
         targets = np.full((self.batch, self.context), IGNORED, dtype=np.int64)
-        for index in range(self.batch):
-            if self._row == self.rows:
-                self._start_epoch(self._epoch + 1)
-            self._fill(self._order[self._row], inputs[index], targets[index])
-            self._row += 1
+        for index, row in enumerate(self._next_rows()):
+            self._fill(row, inputs[index], targets[index])
         import torch
 
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._packed, self._order = _shuffled_epoch(self.shards, self.context, self.seed, epoch)
-        self._epoch, self._row = epoch, 0
-
     def _fill(self, row: int, inputs: np.ndarray, targets: np.ndarray) -> None:
-        packed = self._packed
+        packed = self._drawn
         column = 0
         for segment in range(packed.first[row], packed.first[row + 1]):
             start, count = int(packed.starts[segment]), int(packed.counts[segment])
@@ -98,9 +121,3 @@ class Loader(Iterator["tuple[Tensor, Tensor]"]):
                 hidden = ~self.shards.learned[start + 1 : start + count + 1]
                 targets[column : column + count][hidden] = IGNORED
             column += count
-
-
-def _shuffled_epoch(shards: Shards, context: int, seed: int, epoch: int) -> tuple[Rows, np.ndarray]:
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    packed = pack(shards.offsets, context + 1, generator)
-    return packed, generator.permutation(len(packed))

@@ -51,7 +51,7 @@ from topograd.nn.stack import Stack
 from topograd.runs.session import LoadedTextRun, heldout_text
 from topograd.runtime.native import library
 from topograd.runtime.native.packing import Memory
-from topograd.timing import ratio, take_turns
+from topograd.timing import ratio, read_in_turns, take_turns
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 9, "int4": 6}
 NATIVE_BITS = {**BITS, "int8": 8.5, "int4": 5}
@@ -176,13 +176,11 @@ def in_turns(
     strategies: Mapping[str, DecodeStrategy], prompts: Sequence[Sequence[int]], settings: DecodeSettings
 ) -> dict[str, list[float]]:
     """Seconds of each strategy in each round, in an order that rotates."""
-    names = list(strategies)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(settings.rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            done = continued(strategies[name], prompts, settings.tokens, _sampling(name))
-            seconds[name].append(done.seconds)
-    return seconds
+
+    def clock(name: str) -> float:
+        return continued(strategies[name], prompts, settings.tokens, _sampling(name)).seconds
+
+    return read_in_turns({name: partial(clock, name) for name in strategies}, settings.rounds, warmup=0)
 
 
 def _sampling(name: str) -> Sampling:

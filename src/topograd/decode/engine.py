@@ -27,10 +27,7 @@ from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.stage_cache import is_causal
 from topograd.runtime.protocol import ArrayReadout, Runtime, TorchRuntime, inference
 from topograd.topology.branches import Path, branches, path_name
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import Topology
-from topograd.topology.plan import Plan
+from topograd.topology.plan import AnyPlan, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +57,7 @@ class Engine:
     def __init__(
         self,
         stack: Stack | None,
-        topology: Plan | Topology | Configuration | Composition | str,
+        topology: AnyPlan,
         context: int | None = None,
         runtime: Runtime | None = None,
         translators: Callable[[], Mapping[int, Translator]] = dict,

@@ -6,7 +6,8 @@ Training, evaluation and decoding all use `run_stage`, so that a stage computes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,11 +19,20 @@ from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import LayerContext, Stack, check_stack
 from topograd.nn.translator import Readable
 from topograd.topology.branches import predicting_plan
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, Topology
-from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
+from topograd.topology.dag import EMBEDDING
+from topograd.topology.plan import AnyPlan, EdgeOutput, Plan, PlannedStage
 from topograd.topology.prediction import Terms
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it a model is in eval mode; afterwards it is as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def run_stage(
@@ -132,7 +142,7 @@ def predict(
 class Predictor(nn.Module):
     """A stack and its plan as one module, from inputs to the model's logits."""
 
-    def __init__(self, stack: Stack, topology: Plan | Topology | Configuration | Composition | str) -> None:
+    def __init__(self, stack: Stack, topology: AnyPlan) -> None:
         super().__init__()
         self.stack = check_stack(stack)
         self.plan = predicting_plan(Plan.of(topology, len(stack.layers)))

@@ -47,17 +47,15 @@ from topograd.exec.objectives import Logits, Objective, every_nth, objectives_of
 from topograd.exec.thin import Key
 from topograd.nn.preparation import check_prepared
 from topograd.nn.stack import Stack, check_stack
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, Topology
-from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
+from topograd.topology.dag import EMBEDDING
+from topograd.topology.plan import AnyPlan, EdgeOutput, Plan, PlannedStage
 
 AUTOGRAD = Autograd()
 
 
 def train_step(
     stack: Stack,
-    topology: Plan | Topology | Configuration | Composition | str,
+    topology: AnyPlan,
     inputs: Tensor,
     targets: Tensor,
     *,
@@ -102,7 +100,7 @@ def train_step(
 
 def start_step(
     stack: Stack,
-    topology: Plan | Topology | Configuration | Composition | str,
+    topology: AnyPlan,
     inputs: Tensor,
     targets: Tensor,
     *,

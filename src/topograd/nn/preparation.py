@@ -15,13 +15,10 @@ from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.learned_relays import add_relays
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack, check_stack
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import Topology
-from topograd.topology.plan import Plan
+from topograd.topology.plan import AnyPlan, Plan
 
 
-def prepare(stack: Stack, topology: Plan | Topology | Configuration | Composition | str) -> Plan:
+def prepare(stack: Stack, topology: AnyPlan) -> Plan:
     """Compile `topology` for `stack`, and make the stack fit it.
 
     Heads that the topology needs and the stack lacks are added (zero, so that no output changes), and so are

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,15 @@ from topograd.files import dump_json
 from topograd.parallel.layout import present
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.sharding import local, whole
-from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, named_extra, put_in_place, tidy
+from topograd.runs.checkpoint import (
+    Checkpoint,
+    Contents,
+    FolderStore,
+    Optimizers,
+    named_extra,
+    put_in_place,
+    tidy,
+)
 from topograd.runs.checkpoint_set import load_part, write_state
 from topograd.runs.delta_store import DeltaStore
 from topograd.runs.tensor_files import aliases_of
@@ -51,16 +58,8 @@ class SetStore(FolderStore):
         super().__init__(folder)
         object.__setattr__(self, "ranks", ranks)
 
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizers: Optimizers,
-        extra: Mapping[str, Any],
-        keep: int = 2,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> str:
+    def save(self, **contents: Unpack[Contents]) -> str:
+        step, model = contents["step"], contents["model"]
         target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
         self.ranks.saves += 1
         problem = ""
@@ -70,17 +69,17 @@ class SetStore(FolderStore):
         if not failure:
             if self.ranks.save_group is None:  # here all ranks have come
                 self.ranks.save_group = dist.new_group(timeout=timedelta(seconds=SAVE_SECONDS))
-            failure = self.ranks.agree(
-                self._write(temporary, model, optimizers, tensors), "writing a checkpoint"
-            )
+            own = _contents(contents, self.ranks.rank)
+            problem = _tried(lambda: _write(temporary, own, self.ranks.save_group))
+            failure = self.ranks.agree(problem, "writing a checkpoint")
         if not failure:
             problem = ""
             if self.ranks.first:
                 aliases = aliases_of({name: local(t) for name, t in model.state_dict().items()})
 
                 def finish() -> None:
-                    write_state(temporary, step, dict(extra), aliases)
-                    put_in_place(temporary, target, keep)
+                    write_state(temporary, step, contents["extra"], aliases)
+                    put_in_place(temporary, target, contents.get("keep", 2))
 
                 with self.ranks.busy(f"finishing {target.name}"):
                     problem = _tried(finish)
@@ -93,16 +92,6 @@ class SetStore(FolderStore):
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"cannot save {target} ({failure})", remedy="make room and resume")
         return target.name
-
-    def _write(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizers: Optimizers,
-        tensors: Mapping[str, Tensor] | None,
-    ) -> str:
-        all_of_them = tensors_of(model, optimizers, self.ranks.rank) | named_extra(tensors)
-        return _tried(lambda: _write(folder, all_of_them, self.ranks.save_group))
 
 
 class DeltaSetStore(DeltaStore):
@@ -122,23 +111,15 @@ class DeltaSetStore(DeltaStore):
 class IndependentStageStore(FolderStore):
     """The checkpoints of one stage trained by itself (`independent_stage.py`): sets that hold it alone."""
 
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizers: Optimizers,
-        extra: Mapping[str, Any],
-        keep: int = 2,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> str:
+    def save(self, **contents: Unpack[Contents]) -> str:
+        step, model = contents["step"], contents["model"]
         target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
 
         def write() -> None:
             _begin(self.folder)
-            _write(temporary, tensors_of(model, optimizers, 0) | named_extra(tensors), None)
-            write_state(temporary, step, dict(extra), aliases_of(present(model.state_dict())))
-            put_in_place(temporary, target, keep)
+            _write(temporary, _contents(contents, 0), None)
+            write_state(temporary, step, contents["extra"], aliases_of(present(model.state_dict())))
+            put_in_place(temporary, target, contents.get("keep", 2))
 
         problem = _tried(write)
         if problem:
@@ -148,6 +129,12 @@ class IndependentStageStore(FolderStore):
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         return load_part(self.folder / name, model, optimizers)
+
+
+def _contents(contents: Contents, rank: int) -> dict[str, Tensor]:
+    """All that a rank saves, by name."""
+    own = tensors_of(contents["model"], contents["optimizers"], rank)
+    return own | named_extra(contents.get("tensors"))
 
 
 def _begin(folder: Path) -> None:

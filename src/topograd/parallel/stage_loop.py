@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -42,9 +42,7 @@ from torch import Tensor, nn
 
 from topograd.exec.gradient import sends_back
 from topograd.exec.late import collect_gradients
-from topograd.exec.objectives import Logits
 from topograd.exec.train_step import OpenStep
-from topograd.nn.layer_dropout import dropped_layers
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Meeting, Ranks
 from topograd.parallel.sharding import is_shard, local, squared_norm
@@ -146,24 +144,14 @@ class StageLoop(StepRunner):
                 self._open.popleft().finish()
         return losses
 
-    def gradients(
-        self,
-        plan: Plan,
-        inputs: Tensor,
-        targets: Tensor,
-        scale: float,
-        states: Mapping[int, Tensor] | None = None,
-        kept: Logits | None = None,
-        number: int = 0,
-    ) -> Tensor:
-        """As in one process, but that a batch may wait for its gradient while later ones run forward."""
-        number = self.ranks.replica + number * self.ranks.config.replicas
-        with dropped_layers(self.stack.layers, self.dropout_rates):
-            step = self._start(plan, inputs, targets, scale, states, kept, number)
-            self._open.append(step)
-            if len(self._open) > self.ahead:
-                self._open.popleft().finish()
-        return step.losses
+    def _number(self, number: int) -> int:
+        return self.ranks.replica + number * self.ranks.config.replicas
+
+    def _finish(self, step: OpenStep) -> None:
+        """A batch may wait for its gradient while later ones run forward."""
+        self._open.append(step)
+        if len(self._open) > self.ahead:
+            self._open.popleft().finish()
 
     def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """Add up what all share; every stage's loss, every group's norm, and that of what is no stage's own

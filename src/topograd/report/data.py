@@ -71,7 +71,7 @@ def bpb_by_prefix(bpb: object) -> list[float]:
 
 
 def bpb_prediction(bpb: object) -> float:
-    """Bits per byte of what the model predicts; runs before version 0.2 predicted by their last stage."""
+    """Bits per byte of what the model predicts, or else of its last stage."""
     known = [number(entry(bpb, key)) for key in ("prediction", "last")]
     return next((value for value in known if math.isfinite(value)), [math.nan, *bpb_by_prefix(bpb)][-1])
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from topograd.errors import ConfigError
-from topograd.report.markup import POLICY, STYLESHEET, escape
+from topograd.report.markup import document, escape
 
 _COLOURS = ((123, 22, 231), (58, 127, 196), (176, 125, 92), (242, 106, 10))
 _LINES = ("solid", "dotted", "dashed", "double", "wavy")
@@ -55,13 +55,7 @@ def depth_fragment(prompt: str, pieces: Sequence[tuple[str, int]], stages: int) 
 
 def depth_page(title: str, fragment: str) -> str:
     """A page that stands alone: no script, nothing loaded, light and dark."""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLESHEET}</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(title)}</h1></header>\n<main>\n{fragment}\n</main>\n</body>\n</html>\n"
-    )
+    return document(title, "", (), [fragment])
 
 
 def _span(text: str, stage: int, stages: int) -> str:

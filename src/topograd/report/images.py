@@ -18,7 +18,7 @@ from topograd.report.data import RunData, entry, number, numbers, stage_count
 from topograd.report.drawing import BACKPROP, legend_below, look, new_figure, panels, render, style
 from topograd.report.figures import Panel, loss_panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
-from topograd.report.page import figure_sections, save_page
+from topograd.report.page import figure_sections, write_page
 from topograd.report.stage_figures import reliability_panel
 from topograd.report.tables import POOLINGS, Table, fixed, settings, whole
 
@@ -40,8 +40,7 @@ def write_image_report(path: Path, run: RunData, against: RunData | None, shown:
     links += [("numbers", "All the numbers"), ("configuration", "Configuration")]
     title = f"{run.name} against {against.name}" if against else run.name
     page = document(title, _lead(run), links, parts, _tiles(run, against, shown), images=True)
-    save_page(path, page, drawn_panels, drawn)
-    return path
+    return write_page(path, page, drawn_panels, drawn)
 
 
 def _lead(run: RunData) -> str:

@@ -36,6 +36,7 @@ def document(
     """
     policy = f"{POLICY}; img-src data:" if images else POLICY
     items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
+    contents = f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n' if items else ""
     lines = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
@@ -43,9 +44,9 @@ def document(
         f"<title>{escape(title)}</title>",
         f"<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",
         f"<h1>{escape(title)}</h1>",
-        f'<p class="lead">{escape(lead)}</p>',
+        f'<p class="lead">{escape(lead)}</p>' if lead else "",
         tiles,
-        f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
+        f"{contents}</header>\n<main>",
         *parts,
         "</main>\n</body>\n</html>\n",
     ]

@@ -71,13 +71,26 @@ def write_report(
     with style():
         panels = _panels(staged, backprop, comparison, shares)
         drawn = {panel.name: render(panel.figure) for panel in panels if panel.figure is not None}
-    save_page(path, _page(staged, backprop, comparison, decoding, panels, drawn), panels, drawn)
-    return path
+    return write_page(path, _page(staged, backprop, comparison, decoding, panels, drawn), panels, drawn)
 
 
-def write_page(path: Path, page: str) -> Path:
-    """Write a page whole or not at all, and return its path."""
+def write_page(
+    path: Path, page: str, panels: Sequence[Panel] = (), drawn: Mapping[str, Drawing] | None = None
+) -> Path:
+    """Write a page whole or not at all, and return its path; its figures go beside it, before it.
+
+    Figures that were left out are removed.
+    """
+    figures = path.parent / "figures"
     try:
+        for panel in panels:
+            figures.mkdir(parents=True, exist_ok=True)
+            if drawn is not None and panel.name in drawn:
+                write_atomic(figures / f"{panel.name}.svg", drawn[panel.name].svg)
+                write_atomic(figures / f"{panel.name}.png", drawn[panel.name].png)
+            else:
+                for suffix in ("svg", "png"):
+                    (figures / f"{panel.name}.{suffix}").unlink(missing_ok=True)
         write_atomic(path, page)
     except OSError as problem:
         raise RunError(
@@ -87,28 +100,6 @@ def write_page(path: Path, page: str) -> Path:
             remedy="pass --out with a file you can write",
         ) from None
     return path
-
-
-def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str, Drawing]) -> None:
-    """Write the figures beside the page, and the page last; figures that were left out are removed."""
-    figures = path.parent / "figures"
-    try:
-        figures.mkdir(parents=True, exist_ok=True)
-        for panel in panels:
-            if panel.name in drawn:
-                write_atomic(figures / f"{panel.name}.svg", drawn[panel.name].svg)
-                write_atomic(figures / f"{panel.name}.png", drawn[panel.name].png)
-            else:
-                for suffix in ("svg", "png"):
-                    (figures / f"{panel.name}.{suffix}").unlink(missing_ok=True)
-        write_atomic(path, page)
-    except OSError as problem:
-        raise RunError(
-            f"cannot write the report {path} ({problem.strerror})",
-            setting="out",
-            given=str(path),
-            remedy="pass a file in a folder you can write",
-        ) from None
 
 
 def _panels(
@@ -194,7 +185,7 @@ def _lead(staged: RunData, backprop: RunData | None) -> str:
 
 
 def _cut(config: Mapping[str, Any]) -> str:
-    """How the layers are cut, as the settings say it; those of before version 0.2 have no table for it."""
+    """How the layers are cut, as the settings say it."""
     table = config.get("topology", config)
     graph, partition = entry(table, "graph"), entry(table, "partition")
     if isinstance(graph, str) and graph != "chain":

@@ -22,7 +22,7 @@ from topograd.report.drawing import (
 )
 from topograd.report.figures import Panel
 from topograd.report.markup import document, section, table_html, tiles_html
-from topograd.report.page import figure_sections, save_page
+from topograd.report.page import figure_sections, write_page
 from topograd.report.tables import Table, fixed, read_row
 
 Records = Sequence[Mapping[str, Any]]
@@ -49,8 +49,7 @@ def write_specialist_report(path: Path, name: str, settings: Row, base: str, rec
     page = document(
         f"{name}: a specialist", _lead(base, settings, readings), links, parts, _tiles(readings, losses)
     )
-    save_page(path, page, drawn_panels, drawn)
-    return path
+    return write_page(path, page, drawn_panels, drawn)
 
 
 def checkpoints(readings: Records) -> Table:

@@ -7,7 +7,7 @@
     README.md                      a model card, for people; it is not read
 
 The names are not PEFT's (adapter_config.json, adapter_model.safetensors), which would load such a folder and
-ignore its tensors; until version 0.2 they were, and such folders are still read.
+ignore its tensors.
 
 An adapter has a `kind` ("specialist", "lora", "draft"), tensors by name, and settings: plain JSON at the top
 level of the config. Opening one verifies every byte of both files; `open_base` opens the run that it
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from topograd.runs.session import LoadedTextRun
 
 CONFIG, TENSORS = "topograd_adapter.json", "topograd_adapter.safetensors"
-OLD_CONFIG, OLD_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CARD = "README.md"
 FORMAT = "topograd-adapter"
 VERSION = 1
@@ -161,7 +160,7 @@ def update_adapter(
     if old != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
         raise RunError(f"{adapter.folder} has tensors of other names or shapes", remedy="write a new adapter")
     content, digest = _serialized(tensors)
-    config_file, tensors_file = _files(adapter.folder)
+    config_file, tensors_file = adapter.folder / CONFIG, adapter.folder / TENSORS
     before = {adapter.digest: tensors_file.stat().st_size}
     allowed = _config(adapter.kind, adapter.base, adapter.settings, before | {digest: len(content)})
     write_json(config_file, allowed)
@@ -176,7 +175,7 @@ def update_adapter(
 def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
     """Read an adapter, if every byte of it is right and it is of the `kind` that is wanted."""
     folder = Path(folder)
-    config_file, tensors_file = _files(folder)
+    config_file = folder / CONFIG
     if not config_file.is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
         raise RunError(f"{folder} is no {kind or 'adapter'}: it {what}", setting="folder", given=folder)
@@ -196,7 +195,7 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
         )
     if kind is not None and own["kind"] != kind:
         raise RunError(f"{folder} is a {own['kind']}", setting="kind", given=own["kind"], allowed=f"a {kind}")
-    tensors, digest = _read_tensors(tensors_file, own["tensors"])
+    tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
     base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
     settings = {key: value for key, value in config.items() if key not in RESERVED}
     return Adapter(folder, own["kind"], base, settings, tensors, digest)
@@ -204,13 +203,7 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
 
 def is_adapter(folder: Path | str) -> bool:
     """Whether a folder looks like one; its contents are not read."""
-    return _files(Path(folder))[0].is_file()
-
-
-def _files(folder: Path) -> tuple[Path, Path]:
-    """The config and the tensors of an adapter, by their names of today or of version 0.2."""
-    old = not (folder / CONFIG).is_file() and (folder / OLD_CONFIG).is_file()
-    return (folder / OLD_CONFIG, folder / OLD_TENSORS) if old else (folder / CONFIG, folder / TENSORS)
+    return (Path(folder) / CONFIG).is_file()
 
 
 def _serialized(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:

@@ -19,7 +19,6 @@ from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.spec import ModelSpec, read_spec
 from topograd.reading import build_dataclass
 from topograd.registry import Registry
-from topograd.runs.old_config import upgraded
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
 from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER, TopologyConfig
@@ -28,7 +27,7 @@ from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 
 VERSION = 3
-"""Of `config.toml`; `old_config.py` reads the earlier ones."""
+"""Of `config.toml`."""
 _OF_TEXT = ("tokenizer", "eval_bytes")
 """Settings that say nothing of a network on images."""
 _OPTIMIZERS: Registry[Any] = Registry("optimizer")
@@ -347,11 +346,13 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The settings that `as_dict` gave, read back from TOML; those of earlier versions too."""
-        version = values.get("version", 1)
-        if type(version) is not int or not 1 <= version <= VERSION:
-            raise ConfigError(setting="version", given=version, allowed=f"in 1..{VERSION}")
-        rest = {name: value for name, value in upgraded(values, version).items() if name != "version"}
+        """The settings that `as_dict` gave, read back from TOML."""
+        rest = dict(values)
+        if (version := rest.pop("version", 1)) != VERSION:
+            remedy = (
+                "topograd 0.3 reads runs of 0.1 and 0.2: there, python -m topograd.runs.export RUN TARGET"
+            )
+            raise ConfigError(setting="version", given=version, allowed=f"{VERSION}", remedy=remedy)
         model = rest.pop("model", {})
         if not isinstance(model, Mapping):
             raise ConfigError(setting="model", given=model, allowed="a table")

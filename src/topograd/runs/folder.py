@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from topograd.errors import RunError
 from topograd.files import dump_json, dump_toml, read_bytes, read_json
 from topograd.runs.manifest import Manifest
-from topograd.runs.workspace import Workspace
+from topograd.runs.workspace import Inside, Workspace
 
 if TYPE_CHECKING:
     from topograd.runs.checkpoint import CheckpointStore
@@ -34,6 +34,13 @@ BASE = "base.json"
 @dataclass(frozen=True)
 class Run(Workspace):
     """The folder of one run. Make one with `Run.create` or `Run.open`."""
+
+    config_file = Inside("config.toml")
+    tokenizer_file = Inside("tokenizer.json")
+    results_file = Inside("results.json")
+    calibration_file = Inside("calibration.json")
+    report_file = Inside("report.html")
+    figures = Inside("figures")
 
     @classmethod
     def create(cls, folder: Path | str) -> Run:
@@ -74,10 +81,6 @@ class Run(Workspace):
         return Manifest(self.folder)
 
     @property
-    def config_file(self) -> Path:
-        return self.folder / "config.toml"
-
-    @property
     def store(self) -> CheckpointStore:
         """Where its checkpoints are kept."""
         if (self.folder / BASE).is_file():
@@ -90,26 +93,6 @@ class Run(Workspace):
         if (self.folder / NAME).is_file():
             return ExternalWeights(self.folder)
         return FolderStore(self.checkpoints)
-
-    @property
-    def figures(self) -> Path:
-        return self.folder / "figures"
-
-    @property
-    def tokenizer_file(self) -> Path:
-        return self.folder / "tokenizer.json"
-
-    @property
-    def results_file(self) -> Path:
-        return self.folder / "results.json"
-
-    @property
-    def calibration_file(self) -> Path:
-        return self.folder / "calibration.json"
-
-    @property
-    def report_file(self) -> Path:
-        return self.folder / "report.html"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the settings, None left out; makes the folders of checkpoints and figures too."""

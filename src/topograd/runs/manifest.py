@@ -12,22 +12,18 @@ that it belongs to (`identity`), so that neither can be exchanged alone.
 How a kill is survived. Before a file is replaced the manifest allows the new content beside the old; when it
 stands, the new one alone. So at every instant the file on the disk is one that the manifest allows.
 
-A run without a manifest was made before version 0.2, and is opened unverified. It gets one when it is trained
-on or calibrated, or by
-
-    python -m topograd.runs.manifest RUN
+A run without a manifest is opened unverified, and gets one when it is trained on or calibrated.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from topograd.errors import RunError, TopogradError
+from topograd.errors import RunError
 from topograd.files import read_json, sha256, write_atomic, write_json
 
 NAME = "manifest.json"
@@ -62,7 +58,7 @@ class Manifest:
         self._write(values, name, [digest])
 
     def adopt(self) -> None:
-        """Bind the files that are there, as they are: for a run that was made before version 0.2."""
+        """Bind the files that are there, as they are: for a run without a manifest."""
         write_json(self.path, {"format": FORMAT, "version": VERSION, **self._current()})
 
     def _current(self) -> dict[str, Any]:
@@ -161,22 +157,3 @@ def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             else {f"{prefix}{name}": value}
         )
     return flat
-
-
-def main(arguments: list[str]) -> None:
-    """Adopt the run of an earlier version; one that is bound already is left alone."""
-    if len(arguments) != 1:
-        sys.exit("give one folder: python -m topograd.runs.manifest RUN")
-    manifest = Manifest(Path(arguments[0]))
-    if not (manifest.folder / ONCE[0]).is_file():
-        sys.exit(f"{manifest.folder} is not a run: it has no {ONCE[0]}; give the folder that a training made")
-    if manifest.exists():
-        sys.exit(f"{manifest.path} is there already; delete it if the run's files were changed on purpose")
-    try:
-        manifest.adopt()
-    except TopogradError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -180,7 +180,7 @@ def topology_at(config: TrainConfig, extra: Mapping[str, Any]) -> TrainConfig:
 
 
 def check_owner(run: Run, loaded: Checkpoint) -> None:
-    """Refuse a checkpoint that another run saved; one from before version 0.2 names none."""
+    """Refuse a checkpoint that another run saved; that of an exported run names none."""
     owner = loaded.extra.get("run")
     if owner is not None and owner != run.manifest.identity():
         raise RunError(

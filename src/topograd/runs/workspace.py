@@ -28,23 +28,25 @@ if TYPE_CHECKING:
     from topograd.runs.checkpoint import CheckpointStore
 
 
+class Inside:
+    """The path of a name in a workspace's folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, workspace: Workspace, kind: type) -> Path:
+        return workspace.folder / self.name
+
+
 @dataclass(frozen=True)
 class Workspace:
     """A folder that a training keeps its log and checkpoints in."""
 
     folder: Path
 
-    @property
-    def metrics_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.folder / "lock"
+    metrics_file = Inside("metrics.jsonl")
+    checkpoints = Inside("checkpoints")
+    lock_file = Inside("lock")
 
     @property
     def store(self) -> CheckpointStore:

@@ -76,12 +76,10 @@ def named_objectives(words: Sequence[str]) -> dict[str, Direction]:
 
 def read_properties(trained: Trained, names: Iterable[str]) -> dict[str, Any]:
     """Each property by its name; the model is as it was afterwards."""
-    was_training = trained.stack.training
-    trained.stack.eval()
-    try:
+    from topograd.exec.forward import evaluating  # here torch is there already
+
+    with evaluating(trained.stack):
         return {name: PROPERTIES[name](trained) for name in names}
-    finally:
-        trained.stack.train(was_training)
 
 
 def read_numbers(trained: Trained, names: Iterable[str]) -> dict[str, float]:

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ gradient_depth = _of_plan(closed.gradient_depth)
 activation_layers = _of_plan(closed.activation_layers)
 pipeline_granularity = _of_plan(closed.pipeline_granularity)
 coupling_cost = _of_plan(closed.coupling_cost)
-coordination = _of_plan(closed.coordination)
+coupling = coordination = _of_plan(closed.coordination)  # C_global of J
 head_matrices = _of_plan(closed.head_matrices)
 exit_layers = _of_plan(closed.exit_layers)
 gradient_bits = _of_plan(closed.gradient_bits)
@@ -83,18 +84,16 @@ staleness = _of_plan(closed.staleness)
 stashed_layers = _of_plan(closed.stashed_layers)
 waiting_stages = _of_plan(closed.waiting_stages)
 projections = _of_plan(lambda plan: len(plan.predicting()))
+bpb = attrgetter("evaluation.bpb.prediction")
+effective_rank = attrgetter("evaluation.effective_rank")  # of the last hidden states of each predicting stage
+ece = attrgetter("evaluation.ece")  # the calibration error of each exit
+# Bits per byte of new text that the last stage learns while the others stand still, and that the whole model
+# learns as quickly; and of the old text, what the first costs at the best exit that is left.
+specialist_capacity = attrgetter("specialist.gain")
+specialist_reference = attrgetter("specialist.reference")
+specialist_price = attrgetter("specialist.price")
 
 # The six terms of J
-
-
-def bpb(trained: Trained) -> float:
-    """Bits per byte of what the model predicts."""
-    return trained.evaluation.bpb.prediction
-
-
-def coupling(trained: Trained) -> float:
-    """C_global: the coordination of the plan."""
-    return closed.coordination(trained.plan)
 
 
 def head(trained: Trained) -> float:
@@ -197,31 +196,6 @@ def prefix(trained: Trained) -> dict[str, Any]:
 def composition_gain(trained: Trained) -> float:
     """By how many bits per byte pooling the stages beats the best of them."""
     return pooling_gain(trained.evaluation.bpb)
-
-
-def specialist_capacity(trained: Trained) -> float:
-    """Bits per byte of new text that the last stage learns while the others stand still."""
-    return trained.specialist.gain
-
-
-def specialist_price(trained: Trained) -> float:
-    """Bits per byte of the old text that this costs at the best exit that is left."""
-    return trained.specialist.price
-
-
-def specialist_reference(trained: Trained) -> float:
-    """Bits per byte of new text that the whole model learns as quickly."""
-    return trained.specialist.reference
-
-
-def effective_rank(trained: Trained) -> list[float]:
-    """Of the last hidden states of each predicting stage."""
-    return trained.evaluation.effective_rank
-
-
-def ece(trained: Trained) -> list[float]:
-    """The calibration error of each exit."""
-    return trained.evaluation.ece
 
 
 def relay_ranks(trained: Trained) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.data.windows import Text
-from topograd.exec.forward import stage_outputs
+from topograd.exec.forward import evaluating, stage_outputs
 from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.nn.stack import Stack
 from topograd.search.change_topology import nearest_head
@@ -93,14 +93,12 @@ def measure(
     asked = [composition, *neighbours]
     device = next(stack.parameters()).device
     tally = _Tally(stack, composition, asked, device)
-    was_training = stack.training
-    stack.eval()
-    for start in range(0, len(text.inputs), batch):
-        targets = text.targets[start : start + batch].to(device).flatten()
-        counted = targets != -100
-        outputs = stage_outputs(stack, plan, text.inputs[start : start + batch].to(device), range(layers))
-        tally.add([outputs[i].flatten(0, 1)[counted] for i in range(layers)], targets[counted])
-    stack.train(was_training)
+    with evaluating(stack):
+        for start in range(0, len(text.inputs), batch):
+            targets = text.targets[start : start + batch].to(device).flatten()
+            counted = targets != -100
+            outputs = stage_outputs(stack, plan, text.inputs[start : start + batch].to(device), range(layers))
+            tally.add([outputs[i].flatten(0, 1)[counted] for i in range(layers)], targets[counted])
     return tally.finish(text.nbytes)
 
 

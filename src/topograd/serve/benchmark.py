@@ -25,6 +25,7 @@ import inspect
 import textwrap
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.settings import Limits, ServeSettings
-from topograd.timing import ratio
+from topograd.timing import ratio, read_in_turns
 
 SOURCES: Sequence[ModuleType] = (
     argparse, ast, bisect, calendar, contextlib, copy, csv, difflib, functools, heapq, inspect, textwrap,
@@ -55,12 +56,13 @@ def bench_serve(session: LoadedTextRun, engine: Engine, settings: ServeSettings)
     written = {
         depth: _write(scheduler, prompts, depth, settings.tokens) for depth in ("full", settings.depth)
     }
-    seconds: dict[str, list[float]] = {depth: [] for depth in written}
-    for turn in range(settings.rounds):
-        for depth in list(written) if turn % 2 else reversed(list(written)):
-            began = time.perf_counter()
-            _write(scheduler, prompts, depth, settings.tokens)
-            seconds[depth].append(time.perf_counter() - began)
+
+    def clock(depth: str) -> float:
+        began = time.perf_counter()
+        _write(scheduler, prompts, depth, settings.tokens)
+        return time.perf_counter() - began
+
+    seconds = read_in_turns({depth: partial(clock, depth) for depth in written}, settings.rounds, warmup=0)
     tokens = sum(map(len, written[settings.depth][0]))
     middle = sorted(seconds[settings.depth])[settings.rounds // 2]
     speedup = ratio(seconds, "full", settings.depth).as_dict()

@@ -11,63 +11,51 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from topograd.serve.jobs import Job, Progress
-from topograd.serve.request_schema import (
-    CONVERTED,
-    FORMATS,
-    IGNORED,
-    MAX_TOKENS,
-    MAX_TOOLS,
-    SCHEMA,
-    SHARED,
-    TOOL_FIELDS,
-    TOOL_NAME,
-    Field,
-    RequestError,
-    choice,
-    many,
-    one_of,
-    record,
-    switch,
-    text,
-    to_function,
-    unsupported,
-    whole,
-)
-from topograd.serve.responses import Call, Choice, counts, event, timings
+from topograd.convert.tool_calls import Delta
+from topograd.serve import request_schema as schema
+from topograd.serve.jobs import Job
+from topograd.serve.request_schema import Field, RequestError
+from topograd.serve.responses import BlockResponse, Call, Choice, counts, timings
 from topograd.serve.texts import ServedModel
 from topograd.serve.tools import Toolbox
 
-TOOL = record({"type": choice("function"), **TOOL_FIELDS}, "type", "name")
-FORMAT = record({"type": FORMATS, "schema": SCHEMA}, "type", others=True)
+TOOL = schema.record({"type": schema.choice("function"), **schema.TOOL_FIELDS}, "type", "name")
+FORMAT = schema.record({"type": schema.FORMATS, "schema": schema.SCHEMA}, "type", others=True)
 _KEPT = ("user", "metadata", "store", "service_tier")
-FIELDS: dict[str, Field] = {name: SHARED[name] for name in (*CONVERTED, *_KEPT)} | {
+FIELDS: dict[str, Field] = {name: schema.SHARED[name] for name in (*schema.CONVERTED, *_KEPT)} | {
     "input": Field(
-        one_of("A text, or items.", text("A text.", 2**20), many({"type": "object"}, "Items.", 1, 10_000)),
+        schema.one_of(
+            "A text, or items.",
+            schema.text("A text.", 2**20),
+            schema.many({"type": "object"}, "Items.", 1, 10_000),
+        ),
         required=True,
     ),
-    "instructions": Field(text("The system's message.", 2**20)),
-    "max_output_tokens": Field(whole("Maximum number of tokens.", 0, MAX_TOKENS)),
-    "tools": Field(many(TOOL, "Functions that the model may call.", 0, MAX_TOOLS), ()),
+    "instructions": Field(schema.text("The system's message.", 2**20)),
+    "max_output_tokens": Field(schema.whole("Maximum number of tokens.", 0, schema.MAX_TOKENS)),
+    "tools": Field(schema.many(TOOL, "Functions that the model may call.", 0, schema.MAX_TOOLS), ()),
     "tool_choice": Field(
-        one_of(
+        schema.one_of(
             "none, auto, required, or a function by its name.",
-            choice("none", "auto", "required"),
-            record({"type": choice("function"), "name": TOOL_NAME}, "type", "name"),
+            schema.choice("none", "auto", "required"),
+            schema.record({"type": schema.choice("function"), "name": schema.TOOL_NAME}, "type", "name"),
         ),
         "auto",
     ),
-    "parallel_tool_calls": Field(switch("Whether there may be several calls."), True),
+    "parallel_tool_calls": Field(schema.switch("Whether there may be several calls."), True),
     "text": Field(
-        record({"format": FORMAT, "verbosity": text("Ignored.", 100)}, description="What the text must be."),
+        schema.record(
+            {"format": FORMAT, "verbosity": schema.text("Ignored.", 100)},
+            description="What the text must be.",
+        ),
         {},
     ),
-    "truncation": Field(choice("disabled"), "disabled", only="disabled"),
+    "truncation": Field(schema.choice("disabled"), "disabled", only="disabled"),
     "previous_response_id": Field({"type": "null"}, only="null: nothing is stored, send the items"),
-    "include": Field(many(text("Ignored.", 100), "Ignored.", 0, 100)),
-    "reasoning": Field(IGNORED),
-    "prompt_cache_key": Field(text("Ignored.", 1000)),
-    "safety_identifier": Field(text("Ignored.", 1000)),
+    "include": Field(schema.many(schema.text("Ignored.", 100), "Ignored.", 0, 100)),
+    "reasoning": Field(schema.IGNORED),
+    "prompt_cache_key": Field(schema.text("Ignored.", 1000)),
+    "safety_identifier": Field(schema.text("Ignored.", 1000)),
 }
 
 
@@ -83,19 +71,21 @@ def to_chat(given: Mapping[str, Any]) -> dict[str, Any]:
         _add(messages, item)
     if not messages:
         raise RequestError("input has no message", "input")
-    made: dict[str, Any] = {name: given[name] for name in CONVERTED}
-    made |= {"messages": messages, "max_completion_tokens": given["max_output_tokens"]}
+    made: dict[str, Any] = {"messages": messages, "max_completion_tokens": given["max_output_tokens"]}
     made["parallel_tool_calls"] = given["parallel_tool_calls"]
     made["tools"] = [
-        to_function(tool["name"], tool.get("parameters"), tool.get("description")) for tool in given["tools"]
+        schema.to_function(tool["name"], tool.get("parameters"), tool.get("description"))
+        for tool in given["tools"]
     ]
     called = given["tool_choice"]
-    made["tool_choice"] = called if isinstance(called, str) else to_function(called["name"], None, None)
+    made["tool_choice"] = (
+        called if isinstance(called, str) else schema.to_function(called["name"], None, None)
+    )
     form = given["text"].get("format") or {"type": "text"}
     made["response_format"] = {"type": form["type"]}
     if form["type"] == "json_schema":
         made["response_format"]["json_schema"] = {"name": "x", "schema": form.get("schema") or {}}
-    return {name: value for name, value in made.items() if value not in (None, ())}
+    return schema.to_params(given, made)
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
@@ -115,7 +105,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
             result = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
             messages.append(result)
         elif kind != "reasoning":  # what a model thought is not told to it again
-            raise unsupported("input", "items of type message, function_call and function_call_output")
+            raise schema.unsupported("input", "items of type message, function_call and function_call_output")
     except (KeyError, TypeError, AttributeError):
         raise RequestError(
             f"input has an item of type {str(kind)[:40]!r} that is not whole", "input"
@@ -123,14 +113,10 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if any(part["type"] not in ("input_text", "output_text", "text") for part in content):
-        raise unsupported("input", "parts of text")
-    return "".join(part["text"] for part in content)
+    return schema.joined(content, "input", ("input_text", "output_text", "text"), "parts of text")
 
 
-class ResponsesResponse:
+class ResponsesResponse(BlockResponse):
     """The response to one request."""
 
     def __init__(
@@ -141,19 +127,11 @@ class ResponsesResponse:
         jobs: Sequence[Job],
         tools: Toolbox | None,
     ) -> None:
-        self.given, self.params = given, params
-        self.choices = [Choice(job, tools) for job in jobs]
-        self.head = {
-            "id": f"resp_{secrets.token_hex(12)}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": params["model"] or served.name,
-        }
+        head = {"id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time())}
+        super().__init__(params, jobs, tools, head | {"model": params["model"] or served.name})
+        self.given = given
         self._ids: list[str] = []
         self._number = 0
-        self._open = -1
-        self._last: int | None = None
-        """The block that deltas are added to, and its call."""
 
     def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
@@ -192,30 +170,22 @@ class ResponsesResponse:
         message = {"type": "message", "id": f"msg_{self._ids[index]}", "role": "assistant"}
         return {**message, "status": status, "content": content}
 
-    def chunks(self, index: int, progress: Progress) -> Iterator[str]:
-        """The events of a stream for some progress."""
-        (choice,) = self.choices
-        if not choice.begun:
-            choice.begun = True
-            yield self._event("response.created", {"response": self._body("in_progress")})
-            yield self._event("response.in_progress", {"response": self._body("in_progress")})
-        for delta in choice.take(progress):
-            if self._open < 0 or delta.call != self._last or delta.name:
-                yield from self._close(choice)
-                self._last, self._open = delta.call, self._open + 1
-                yield from self._begin(choice)
-            if delta.text:
-                kind = "output_text" if delta.call is None else "function_call_arguments"
-                words: dict[str, Any] = {"delta": delta.text} | (
-                    {"logprobs": []} if delta.call is None else {}
-                )
-                yield self._event(f"response.{kind}.delta", self._where(choice) | words)
-        if progress.finish:
-            if not choice.blocks:
-                choice.blocks.append("")
-                self._open = 0
-                yield from self._begin(choice)
-            yield from self._close(choice)
+    def _created(self) -> Iterator[str]:
+        yield self._event("response.created", {"response": self._body("in_progress")})
+        yield self._event("response.in_progress", {"response": self._body("in_progress")})
+
+    def _delta(self, choice: Choice, delta: Delta) -> str:
+        kind, more = "output_text", {"logprobs": []}
+        if delta.call is not None:
+            kind, more = "function_call_arguments", {}
+        return self._event(f"response.{kind}.delta", self._where(choice) | {"delta": delta.text} | more)
+
+    def _finish(self, choice: Choice) -> Iterator[str]:
+        if not choice.blocks:
+            choice.blocks.append("")
+            self._open = 0
+            yield from self._begin(choice)
+        yield from self._close(choice)
 
     def _where(self, choice: Choice) -> dict[str, Any]:
         called = isinstance(choice.blocks[self._open], Call)
@@ -228,9 +198,7 @@ class ResponsesResponse:
         if item["type"] == "message":
             yield self._event("response.content_part.added", self._where(choice) | {"part": _part("")})
 
-    def _close(self, choice: Choice) -> Iterator[str]:
-        if self._open < 0:
-            return
+    def _end(self, choice: Choice) -> Iterator[str]:
         block = choice.blocks[self._open]
         where, item = self._where(choice), self._item(self._open, block, True)
         if isinstance(block, Call):
@@ -243,7 +211,7 @@ class ResponsesResponse:
 
     def _event(self, kind: str, words: Mapping[str, Any]) -> str:
         self._number += 1
-        return f"event: {kind}\n" + event({"type": kind, "sequence_number": self._number - 1, **words})
+        return super()._event(kind, {"sequence_number": self._number - 1, **words})
 
     def error(self, error: RequestError) -> str:
         """An error in the middle of a stream."""

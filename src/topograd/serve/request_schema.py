@@ -271,6 +271,21 @@ def to_function(name: str, parameters: Schema | None, description: str | None) -
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
+def joined(content: str | Sequence[Mapping[str, Any]], field: str, kinds: Sequence[str], allowed: str) -> str:
+    """The text of a content, or of its parts of text; KeyError or TypeError where one is not whole."""
+    if isinstance(content, str):
+        return content
+    if any(part["type"] not in kinds for part in content):
+        raise unsupported(field, allowed)
+    return "".join(part["text"] for part in content)
+
+
+def to_params(given: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a chat: what another interface hands over as it is, and what was made of the rest."""
+    whole = {name: given[name] for name in CONVERTED if name in given} | dict(made)
+    return {name: value for name, value in whole.items() if value not in (None, ())}
+
+
 def read(fields: Mapping[str, Field], given: object) -> dict[str, Any]:
     """The fields of a request's JSON, with defaults; RequestError where one does not fit."""
     if not isinstance(given, dict):

@@ -12,6 +12,7 @@ import json
 import math
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,6 +261,61 @@ class OpenAIResponse:
         piece = self.served.piece(token)
         text = piece.decode("utf-8", "replace")
         return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
+
+
+class BlockResponse(ABC):
+    """A response of one text, whose content and calls are blocks: in a stream each begins and ends."""
+
+    def __init__(
+        self, params: Mapping[str, Any], jobs: Sequence[Job], tools: Toolbox | None, head: Mapping[str, Any]
+    ) -> None:
+        self.params, self.head = params, head
+        self.choices = [Choice(job, tools) for job in jobs]
+        self._open = -1
+        self._last: int | None = None
+        """The block that deltas are added to, and its call."""
+
+    def chunks(self, index: int, progress: Progress) -> Iterator[str]:
+        """The events of a stream for some progress."""
+        (choice,) = self.choices
+        if not choice.begun:
+            choice.begun = True
+            yield from self._created()
+        for delta in choice.take(progress):
+            if self._open < 0 or delta.call != self._last or delta.name:
+                yield from self._close(choice)
+                self._open, self._last = self._open + 1, delta.call
+                yield from self._begin(choice)
+            if delta.text:
+                yield self._delta(choice, delta)
+        if progress.finish:
+            yield from self._finish(choice)
+
+    def _event(self, kind: str, words: Mapping[str, Any]) -> str:
+        return f"event: {kind}\n" + event({"type": kind, **words})
+
+    def _close(self, choice: Choice) -> Iterator[str]:
+        if self._open >= 0:
+            yield from self._end(choice)
+
+    def _finish(self, choice: Choice) -> Iterator[str]:
+        yield from self._close(choice)
+
+    @abstractmethod
+    def _created(self) -> Iterator[str]:
+        """The events before the first block."""
+
+    @abstractmethod
+    def _begin(self, choice: Choice) -> Iterator[str]:
+        """The events that begin the open block."""
+
+    @abstractmethod
+    def _delta(self, choice: Choice, delta: Delta) -> str:
+        """The event of more of the open block."""
+
+    @abstractmethod
+    def _end(self, choice: Choice) -> Iterator[str]:
+        """The events that end it."""
 
 
 def _spelled(delta: Delta, choice: Choice) -> dict[str, Any]:

@@ -47,20 +47,5 @@ def pipeline_speedup(stages: int, microbatches: int) -> float:
     return (microbatches + 2 * (stages - 1)) / (microbatches + stages - 1)
 
 
-def pipeline_order(name: str, rank: int, ranks: int, batches: int) -> list[tuple[str, int]]:
-    """The forwards F and backwards B of a rank, in the order of the schedule "gpipe" or "1f1b".
-
-    >>> "".join(kind for kind, _ in pipeline_order("1f1b", 0, 2, 4))
-    'FFBFBFBB'
-    """
-    if name == "gpipe":
-        return [("F", i) for i in range(batches)] + [("B", i) for i in range(batches)]
-    warmup = min(ranks - 1 - rank, batches)
-    order = [("F", i) for i in range(warmup)]
-    for i in range(batches - warmup):
-        order += [("F", warmup + i), ("B", i)]
-    return order + [("B", i) for i in range(batches - warmup, batches)]
-
-
 def _checked(stages: int, microbatches: int) -> tuple[int, int]:
     return positive_int(stages, "stages"), positive_int(microbatches, "microbatches")

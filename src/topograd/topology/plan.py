@@ -15,6 +15,9 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.prediction import Prediction, prediction_of
 
+AnyTopology = Topology | Configuration | Composition | str
+"""A topology, or the partition of a chain."""
+
 
 @dataclass(frozen=True, slots=True)
 class EdgeOutput:
@@ -76,7 +79,7 @@ class Plan:
     """The same for the embedding: the largest of the stages that send gradient to x0."""
 
     @classmethod
-    def of(cls, topology: Plan | Topology | Configuration | Composition | str, layers: int) -> Plan:
+    def of(cls, topology: AnyPlan, layers: int) -> Plan:
         """Compile a topology for a stack of `layers` layers. A partition such as "2,2" is a chain; a plan
         is taken as it is."""
         if isinstance(topology, Plan):
@@ -204,7 +207,11 @@ def _lateness(stages: Sequence[PlannedStage]) -> tuple[int, ...]:
     return tuple(late)
 
 
-def topology_of(value: Topology | Configuration | Composition | str, layers: int) -> Topology:
+AnyPlan = Plan | AnyTopology
+"""What a plan can be compiled of."""
+
+
+def topology_of(value: AnyTopology, layers: int) -> Topology:
     """The topology that `value` names: itself, or the chain of a partition; "L" is one stage."""
     if isinstance(value, Topology):
         return value

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,12 +36,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topograd.data.loader import IGNORED, Loader
+from topograd.data.loader import IGNORED, EpochLoader, Loader
 from topograd.data.shards import Shards
 from topograd.errors import ConfigError, DataError, RunError, StackError
+from topograd.exec.forward import evaluating
 from topograd.exec.objectives import Logits
 from topograd.nn.stack import LayerContext, Stack
-from topograd.training.row_cache import RowCache, cached_rows, open_rows
+from topograd.training.row_cache import RowCache, cached_rows
 
 WHAT = "hidden states"
 BLOCK_TOKENS = 8192
@@ -129,47 +130,18 @@ class PlainSequences:
         return StateBatch(self.inputs[picked], self.targets[picked], {})
 
 
-class CachedActivationLoader(Iterator[StateBatch]):
+class CachedActivationLoader(EpochLoader[StateBatch]):
     """Endless batches; every epoch has each sequence once, in an order of (seed, epoch)."""
 
     def __init__(self, store: SequenceStore, batch: int, seed: int = 0) -> None:
-        if batch < 1 or seed < 0:
-            raise ConfigError(
-                setting="batch", given=batch, allowed=f"at least 1, and seed, which is {seed}, at least 0"
-            )
-        self.store, self.batch, self.seed = store, batch, seed
-        self._epoch = self._row = 0
-        self._order = self._shuffled(0)
+        self.store = store
+        super().__init__(batch, seed)
 
-    @property
-    def position(self) -> dict[str, int]:
-        """Where the next batch starts; JSON-able."""
-        return {"epoch": self._epoch, "row": self._row}
-
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from a `position` of a loader with the same store and settings."""
-        epoch, row = position.get("epoch"), position.get("row")
-        if type(epoch) is not int or type(row) is not int or epoch < 0 or not 0 <= row <= len(self.store):
-            raise DataError(
-                setting="position",
-                given=dict(position),
-                allowed=f"an epoch and a row of {len(self.store)} sequences",
-            )
-        self._epoch, self._row, self._order = epoch, row, self._shuffled(epoch)
+    def _draw(self, generator: np.random.Generator) -> SequenceStore:
+        return self.store
 
     def __next__(self) -> StateBatch:
-        chosen: list[int] = []
-        while len(chosen) < self.batch:
-            if self._row == len(self.store):
-                self._epoch, self._row = self._epoch + 1, 0
-                self._order = self._shuffled(self._epoch)
-            chosen.append(int(self._order[self._row]))
-            self._row += 1
-        return self.store.rows(chosen)
-
-    def _shuffled(self, epoch: int) -> np.ndarray:
-        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-        return generator.permutation(len(self.store))
+        return self.store.rows(list(self._next_rows()))
 
 
 def packed_rows(
@@ -235,18 +207,9 @@ def compute_states(
         texts = {name: part.to(torch.int32).contiguous() for name, part in tokens.items()}
         return texts | {name: torch.cat(some) for name, some in parts.items()}
 
-    was_training = stack.training
-    stack.eval()
-    try:
+    with evaluating(stack):
         shard_rows = max(BLOCK_TOKENS // inputs.shape[1], 1)
         return HiddenStates(cached_rows(folder, WHAT, key, shard_rows, make))
-    finally:
-        stack.train(was_training)
-
-
-def open_states(folder: Path | str) -> HiddenStates:
-    """What `compute_states` wrote, verified."""
-    return HiddenStates(open_rows(Path(folder), WHAT))
 
 
 def _rounded(h: Tensor, layer: int, dtype: str) -> Tensor:

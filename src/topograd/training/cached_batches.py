@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from topograd.training.runs import RunTask
 
 FOLDER, LOGITS = "hidden-states", "teacher-rows"
-OLD = ("states", "teacher-logits")
-"""Those of 0.3, which had another format: they are computed again."""
 
 
 def cached_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
@@ -111,7 +109,7 @@ def _scheduled(config: TrainConfig) -> int:
 
 def remove_cache(folder: Path) -> None:
     """Delete the cache of a run that is finished."""
-    for name in (FOLDER, LOGITS, *OLD):
+    for name in (FOLDER, LOGITS):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

@@ -25,17 +25,14 @@ from torch import Tensor
 from topograd.data.windows import Text
 from topograd.effective_rank import effective_rank
 from topograd.errors import ConfigError
-from topograd.exec.forward import Predictor, predict, stage_outputs
+from topograd.exec.forward import Predictor, evaluating, predict, stage_outputs
 from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.nn.host_numbers import to_device
 from topograd.nn.interface_config import InterfaceSettings
 from topograd.nn.pooling import pool
 from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import Topology
-from topograd.topology.plan import Plan
+from topograd.topology.plan import AnyPlan, Plan
 from topograd.topology.prediction import Terms
 
 BINS = 15
@@ -63,10 +60,9 @@ class ByPrediction:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What `evaluate` reads. Lists have an entry for each exit, that is, for each stage that predicts."""
+class ExitReadings:
+    """What every evaluation reads. Lists have an entry for each exit, that is, for each predicting stage."""
 
-    bpb: ByPrediction
     ece: list[float]
     """Calibration error of each exit."""
     reliability: list[dict[str, list[float | None]]]
@@ -75,12 +71,19 @@ class Evaluation:
     """Of the last hidden states of each predicting stage."""
     usefulness: list[float | None]
     """U_k: what adding a stage to the sum of the earlier ones gains, in nats a token; the first has none."""
-    tokens: int
-    bytes: int
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, as `--json` prints them and a run keeps them."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Evaluation(ExitReadings):
+    """What `evaluate` reads."""
+
+    bpb: ByPrediction
+    tokens: int
+    bytes: int
 
     @property
     def logged(self) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def check_causal(settings: InterfaceSettings) -> None:
 @torch.no_grad()
 def evaluate(
     stack: Stack,
-    topology: Plan | Topology | Configuration | Composition | str,
+    topology: AnyPlan,
     text: Text,
     batch: int = 16,
     on_batch: Callable[[int, int], None] | None = None,
@@ -148,23 +151,21 @@ def evaluate(
     tally = _Tally(len(stages), device)
     hidden: list[list[Tensor]] = [[] for _ in stages]
     path = Predictor(stack, plan) if plan.prediction.path is not None else None
-    was_training = stack.training
-    stack.eval()
-    for start in range(0, len(text.inputs), batch):
-        inputs = to_device(text.inputs[start : start + batch], device)
-        targets = to_device(text.targets[start : start + batch], device).flatten()
-        counted = (targets != -100).nonzero()[:, 0]
-        outputs = stage_outputs(stack, plan, inputs, stages)
-        flat = {k: h.flatten(0, 1)[counted] for k, h in outputs.items()}
-        for states, k in zip(hidden, stages, strict=True):
-            if sum(map(len, states)) < RANK_TOKENS:
-                states.append(flat[k])
-        along = None if path is None else path.outputs(inputs)
-        side = None if along is None else {k: h.flatten(0, 1)[counted] for k, h in along.items()}
-        _tally_chunks(stack, plan, flat, path, side, targets[counted], tally)
-        if on_batch is not None:
-            on_batch(min(start + batch, len(text.inputs)), len(text.inputs))
-    stack.train(was_training)
+    with evaluating(stack):
+        for start in range(0, len(text.inputs), batch):
+            inputs = to_device(text.inputs[start : start + batch], device)
+            targets = to_device(text.targets[start : start + batch], device).flatten()
+            counted = (targets != -100).nonzero()[:, 0]
+            outputs = stage_outputs(stack, plan, inputs, stages)
+            flat = {k: h.flatten(0, 1)[counted] for k, h in outputs.items()}
+            for states, k in zip(hidden, stages, strict=True):
+                if sum(map(len, states)) < RANK_TOKENS:
+                    states.append(flat[k])
+            along = None if path is None else path.outputs(inputs)
+            side = None if along is None else {k: h.flatten(0, 1)[counted] for k, h in along.items()}
+            _tally_chunks(stack, plan, flat, path, side, targets[counted], tally)
+            if on_batch is not None:
+                on_batch(min(start + batch, len(text.inputs)), len(text.inputs))
     return _evaluation(tally, hidden, text.nbytes)
 
 

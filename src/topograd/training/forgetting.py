@@ -31,7 +31,7 @@ from torch import Tensor
 from topograd.data import Tokenizer, read_corpus
 from topograd.data.loader import IGNORED
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.exec.forward import Predictor
+from topograd.exec.forward import Predictor, evaluating
 from topograd.files import dump_json, read_json
 from topograd.nn.lora import scale_lora
 from topograd.registry import Registry
@@ -140,21 +140,15 @@ class Forgetting:
         self.old = read_old_text(file, task.data.tokenizer)  # type: ignore[union-attr]
         if step == 0:
             model = Predictor(task.stack, task.plan)
-            training = task.stack.training
-            task.stack.eval()
-            begin_lora(
-                model, self.tune.lora_directions, self.old.read.inputs.split(BATCH), new().split(BATCH)
-            )
-            self.before = {"old": self.old.judged.bits_per_byte(model)}
-            task.stack.train(training)
+            read, directions = self.old.read.inputs.split(BATCH), self.tune.lora_directions
+            with evaluating(task.stack):
+                begin_lora(model, directions, read, new().split(BATCH))
+                self.before = {"old": self.old.judged.bits_per_byte(model)}
 
     def read(self) -> float:
         """What the model has forgotten by now."""
-        stack = self.task.stack
-        training = stack.training
-        stack.eval()
-        now = self.old.judged.bits_per_byte(Predictor(stack, self.task.plan))
-        stack.train(training)
+        with evaluating(self.task.stack):
+            now = self.old.judged.bits_per_byte(Predictor(self.task.stack, self.task.plan))
         return now - self.before["old"]
 
     def reading(self, new: Reading) -> TunedReading:

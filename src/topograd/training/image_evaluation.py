@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.data.images import ImageSet
-from topograd.exec.forward import Predictor, stage_outputs
+from topograd.exec.forward import Predictor, evaluating, stage_outputs
+from topograd.nn.host_numbers import to_device
 from topograd.nn.images.stack import ImageStack
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
@@ -36,6 +37,7 @@ from topograd.topology.plan import Plan
 from topograd.training.evaluation import (
     RANK_TOKENS,
     ByPrediction,
+    ExitReadings,
     activation_rank,
     calibration_error,
     confidence_bins,
@@ -66,21 +68,13 @@ class Exits:
 
 
 @dataclass(frozen=True)
-class ImageEvaluation:
-    """What `evaluate_images` reads. Lists have an entry for each exit."""
+class ImageEvaluation(ExitReadings):
+    """What `evaluate_images` reads."""
 
     accuracy: ByPrediction
     loss: ByPrediction
-    ece: list[float]
-    reliability: list[dict[str, list[float | None]]]
-    effective_rank: list[float]
-    usefulness: list[float | None]
     exits: list[Exits]
     images: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, as `--json` prints them and a run keeps them."""
-        return asdict(self)
 
     @property
     def logged(self) -> dict[str, Any]:
@@ -93,45 +87,60 @@ class ImageEvaluation:
 
 
 @dataclass(frozen=True)
-class ImageLogits:
-    """Logits of every image: of each predicting stage alone, of each exit, and of the model."""
+class ExitLogits:
+    """Logits of every example: of each predicting stage alone, of each exit, and of the model."""
 
     alone: list[Tensor]
     exits: list[Tensor]
     full: Tensor
     features: list[Tensor]
-    """Of the first images, what each stage's head reads."""
+    """Of the first examples, what each stage's head reads."""
 
 
 @torch.no_grad()
-def image_logits(
-    stack: Stack, plan: Plan, images: Tensor, on_batch: Callable[[int, int], None] | None = None
-) -> ImageLogits:
-    """All logits of a plan for images (N, channels, height, width), in eval mode."""
-    stages = plan.predicting()
-    device = next(stack.parameters()).device
-    path = Predictor(stack, plan) if plan.prediction.path is not None else None
-    alone: list[list[Tensor]] = [[] for _ in stages]
-    features: list[list[Tensor]] = [[] for _ in stages]
+def exit_logits(
+    stack: Stack,
+    plan: Plan,
+    inputs: Tensor,
+    batch: int,
+    counted: Tensor | None = None,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> ExitLogits:
+    """All logits of a plan in eval mode, for inputs (N, ...); with `counted` (N, time) of those positions."""
+    stages, device = plan.predicting(), next(stack.parameters()).device
+    leads = counted is None and plan.prediction.path is not None
+    path = Predictor(stack, plan) if leads else None
+    alone: dict[int, list[Tensor]] = {k: [] for k in stages}
+    features: dict[int, list[Tensor]] = {k: [] for k in stages}
     full: list[Tensor] = []
-    was_training = stack.training
-    stack.eval()
-    for start in range(0, len(images), BATCH):
-        inputs = images[start : start + BATCH].to(device)
-        outputs = stage_outputs(stack, plan, inputs, stages)
-        for i, k in enumerate(stages):
-            alone[i].append(stack.readout(outputs[k], plan.stages[k].head).float().cpu())
-            if start < RANK_TOKENS and isinstance(stack, ImageStack):
-                features[i].append(stack.features(outputs[k]).cpu())
-        if path is not None:
-            full.append(path(inputs).float().cpu())
-        if on_batch is not None:
-            on_batch(min(start + BATCH, len(images)), len(images))
-    stack.train(was_training)
-    z = dict(zip(stages, map(torch.cat, alone), strict=True))
+    with evaluating(stack):
+        for start in range(0, len(inputs), batch):
+            some = to_device(inputs[start : start + batch], device)
+            outputs = stage_outputs(stack, plan, some, stages)
+            if counted is not None:
+                places = to_device(counted[start : start + batch].flatten().nonzero()[:, 0], device)
+                outputs = {k: h.flatten(0, 1)[places] for k, h in outputs.items()}
+            for k in stages:
+                alone[k].append(stack.readout(outputs[k], plan.stages[k].head).float().cpu())
+                if start < RANK_TOKENS and isinstance(stack, ImageStack):
+                    features[k].append(stack.features(outputs[k]).cpu())
+                elif counted is not None and sum(map(len, features[k])) < RANK_TOKENS:
+                    features[k].append(outputs[k].cpu())
+            if path is not None:
+                full.append(path(some).float().cpu())
+            if on_batch is not None:
+                on_batch(min(start + batch, len(inputs)), len(inputs))
+    z = {k: torch.cat(parts) for k, parts in alone.items()}
     exits = [pooled_logits(z, plan.prediction.after(k)) for k in stages]
     whole = torch.cat(full) if path is not None else pooled_logits(z, plan.prediction.full)
-    return ImageLogits(list(z.values()), exits, whole, [torch.cat(f) for f in features if f])
+    return ExitLogits(list(z.values()), exits, whole, [torch.cat(f) for f in features.values() if f])
+
+
+def image_logits(
+    stack: Stack, plan: Plan, images: Tensor, on_batch: Callable[[int, int], None] | None = None
+) -> ExitLogits:
+    """All logits of a plan for images (N, channels, height, width)."""
+    return exit_logits(stack, plan, images, BATCH, on_batch=on_batch)
 
 
 def evaluate_images(
@@ -143,7 +152,7 @@ def evaluate_images(
     return ImageEvaluation(**readings(logits, labels), exits=curve, images=len(data))
 
 
-def readings(logits: ImageLogits, labels: Tensor) -> dict[str, Any]:
+def readings(logits: ExitLogits, labels: Tensor) -> dict[str, Any]:
     """What can be read of the logits of any classification, by the names of `ImageEvaluation`."""
     running = [_loss(pool(logits.alone[: k + 1], "sum"), labels) for k in range(len(logits.alone))]
     bins = [confidence_bins(z, labels) for z in logits.exits]
@@ -198,7 +207,7 @@ def _depths(plan: Plan) -> Tensor:
 
 
 def _by_prediction(
-    logits: ImageLogits, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
+    logits: ExitLogits, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
 ) -> ByPrediction:
     stages = [measure(z, labels) for z in logits.alone]
     pooled = {how: measure(pool(logits.alone, how), labels) for how in POOLINGS}

@@ -15,38 +15,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from topograd.data.loader import IGNORED
 from topograd.data.masked import hide
 from topograd.data.windows import Text
-from topograd.exec.forward import stage_outputs
-from topograd.nn.host_numbers import to_device
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import pooled_logits
-from topograd.training.image_evaluation import ByPrediction, ImageLogits, readings
+from topograd.training.evaluation import ByPrediction, ExitReadings
+from topograd.training.image_evaluation import exit_logits, readings
 
 BATCH = 16
 
 
 @dataclass(frozen=True)
-class MaskedEvaluation:
-    """What `evaluate_masked` reads. Lists have an entry for each exit."""
+class MaskedEvaluation(ExitReadings):
+    """What `evaluate_masked` reads."""
 
     masked_ce: ByPrediction
     """Nats of a hidden token."""
     accuracy: ByPrediction
-    ece: list[float]
-    reliability: list[dict[str, list[float | None]]]
-    effective_rank: list[float]
-    usefulness: list[float | None]
     hidden: int
     """Hidden tokens that were predicted."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, as `--json` prints them and a run keeps them."""
-        return asdict(self)
 
     @property
     def logged(self) -> dict[str, Any]:
@@ -58,32 +47,12 @@ class MaskedEvaluation:
         return f"masked CE {self.masked_ce.prediction:.3f}"
 
 
-@torch.no_grad()
 def evaluate_masked(
     stack: Stack, plan: Plan, text: Text, on_batch: Callable[[int, int], None] | None = None
 ) -> MaskedEvaluation:
     """Every reading of this module. `on_batch` is called with the rows that are done, and of how many."""
     draw = torch.Generator().manual_seed(0)
     inputs, targets = hide(text.inputs, stack.vocab - 1, draw, text.targets != IGNORED)
-    stages, device = plan.predicting(), next(stack.parameters()).device
-    alone: dict[int, list[Tensor]] = {k: [] for k in stages}
-    states: dict[int, list[Tensor]] = {k: [] for k in stages}
-    was_training = stack.training
-    stack.eval()
-    for start in range(0, len(inputs), BATCH):
-        rows = slice(start, start + BATCH)
-        counted = to_device((targets[rows].flatten() != IGNORED).nonzero()[:, 0], device)
-        outputs = stage_outputs(stack, plan, to_device(inputs[rows], device), stages)
-        for k in stages:
-            states[k].append(h := outputs[k].flatten(0, 1)[counted])
-            alone[k].append(stack.readout(h, plan.stages[k].head).float().cpu())
-        if on_batch is not None:
-            on_batch(min(start + BATCH, len(inputs)), len(inputs))
-    stack.train(was_training)
-    z = {k: torch.cat(parts) for k, parts in alone.items()}
-    exits = [pooled_logits(z, plan.prediction.after(k)) for k in stages]
-    features = [torch.cat(parts).cpu() for parts in states.values()]
-    logits = ImageLogits(list(z.values()), exits, pooled_logits(z, plan.prediction.full), features)
-    labels = targets[targets != IGNORED]
-    found = readings(logits, labels)
-    return MaskedEvaluation(masked_ce=found.pop("loss"), hidden=len(labels), **found)
+    hidden = targets != IGNORED
+    found = readings(exit_logits(stack, plan, inputs, BATCH, hidden, on_batch), targets[hidden])
+    return MaskedEvaluation(masked_ce=found.pop("loss"), hidden=int(hidden.sum()), **found)

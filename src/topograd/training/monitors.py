@@ -20,7 +20,7 @@ import torch
 
 from topograd.data.loader import IGNORED
 from topograd.errors import GeometryError
-from topograd.exec.forward import stage_outputs
+from topograd.exec.forward import evaluating, stage_outputs
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.training.runs import RunTask
@@ -63,11 +63,9 @@ class GeometryLog:
     def profile(self) -> StreamProfile | None:
         """The stream of the probe rows at the fixed rank; None where the input no longer has that rank."""
         stack, plan = self._task.stack, self._task.plan
-        training = stack.training
-        stack.eval()
         try:
             device = next(stack.parameters()).device
-            with torch.no_grad(), StreamMonitor(stack) as monitor:
+            with evaluating(stack), torch.no_grad(), StreamMonitor(stack) as monitor:
                 stage_outputs(stack, plan, self._probe.to(device), range(len(plan.stages)))
             if self._rank is None:
                 self._rank = max(1, int(SHARE * monitor.profile().rank))
@@ -76,8 +74,6 @@ class GeometryLog:
             if self._rank is None:
                 raise
             return None
-        finally:
-            stack.train(training)
 
     def _record(self, step: int) -> dict[str, Any]:
         profile = self.profile()

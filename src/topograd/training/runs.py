@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from topograd.data import Loader, Prepared, Text, Tokenizer
-from topograd.data.image_loader import ImageLoader
-from topograd.data.images import DIGITS
+from topograd.data.images import DIGITS, ImageLoader
 from topograd.errors import CheckpointError, ConfigError
 from topograd.exec.forward import Predictor
 from topograd.exec.objectives import Distillation, objectives_of
@@ -131,7 +130,7 @@ class RunTask(Task):
 
     def prepare(self, step: int, on_rows: OnRows | None) -> None:
         """From here on batches come with what is kept of them, if anything is; new exits begin."""
-        if not self.run.manifest.exists():  # of a run that version 0.1 made
+        if not self.run.manifest.exists():
             self.run.manifest.adopt()
         if self.keeps_states and self.states is None:
             self.states = open_cached_loader(self, self._layers, on_rows)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from topograd.data import Loader, Prepared, Text, windows
-from topograd.data.image_loader import ImageLoader
-from topograd.data.images import ImageData
+from topograd.data.images import ImageData, ImageLoader
 from topograd.data.masked import MaskedLoader
 from topograd.data.tokenizer import FILE
 from topograd.errors import ConfigError

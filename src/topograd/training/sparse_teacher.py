@@ -35,7 +35,7 @@ from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
 from topograd.exec.objectives import Logits
 from topograd.training.activation_cache import OnRows, SequenceStore, StateBatch
-from topograd.training.row_cache import RowCache, cached_rows, open_rows
+from topograd.training.row_cache import RowCache, cached_rows
 
 WHAT = "teacher logits"
 SHARD_ROWS = 64
@@ -108,11 +108,6 @@ def write_teacher(
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     return SparseTeacher(cached_rows(Path(folder), WHAT, key, SHARD_ROWS, make))
-
-
-def open_teacher_logits(folder: Path | str) -> SparseTeacher:
-    """What `write_teacher` wrote, checked whole."""
-    return SparseTeacher(open_rows(Path(folder), WHAT))
 
 
 def _largest(logits: Tensor, top: int) -> dict[str, Tensor]:

@@ -174,42 +174,37 @@ class StepRunner:
     ) -> Tensor:
         """Add the gradients of one batch, times `scale`; `kept` are a teacher's logits that were kept, and
         `number` is the batch's within the step."""
+        taught = kept
         with dropped_layers(self.stack.layers, self.dropout_rates):
-            step = self._start(plan, inputs, targets, scale, states, kept, number)
-            step.finish()
+            if self.own_teacher:
+                taught = teacher_logits(Predictor(self.stack, plan), inputs, targets, states)
+            elif kept is None and self.teacher is not None:
+                taught = teacher_logits(self.teacher, inputs, targets)
+            step = start_step(
+                self.stack,
+                plan,
+                inputs,
+                targets,
+                teacher=taught,
+                objectives=self.objectives,
+                scale=scale,
+                states=states,
+                transport=self.transport,
+                gradient=self.gradient,
+                recompute=self.recompute,
+                draw=(self.seed, self.late.step, self._number(number)),
+                late=self.late,
+            )
+            self._finish(step)
         return step.losses
 
-    def _start(
-        self,
-        plan: Plan,
-        inputs: Tensor,
-        targets: Tensor,
-        scale: float,
-        states: Mapping[int, Tensor] | None,
-        kept: Logits | None,
-        number: int,
-    ) -> OpenStep:
-        """Run one batch forward."""
-        taught = kept
-        if self.own_teacher:
-            taught = teacher_logits(Predictor(self.stack, plan), inputs, targets, states)
-        elif kept is None and self.teacher is not None:
-            taught = teacher_logits(self.teacher, inputs, targets)
-        return start_step(
-            self.stack,
-            plan,
-            inputs,
-            targets,
-            teacher=taught,
-            objectives=self.objectives,
-            scale=scale,
-            states=states,
-            transport=self.transport,
-            gradient=self.gradient,
-            recompute=self.recompute,
-            draw=(self.seed, self.late.step, number),
-            late=self.late,
-        )
+    def _number(self, number: int) -> int:
+        """The number of a batch among those of all replicas."""
+        return number
+
+    def _finish(self, step: OpenStep) -> None:
+        """Run what is left of a step on a batch, which may wait for others."""
+        step.finish()
 
     def check_backward(self, plan: Plan) -> None:
         """Raise for what the engine does not take, before a step does."""

@@ -9,11 +9,7 @@
 What drafts cost and how often they are right is another in int8 than in float32, so no entry serves another
 precision or runtime.
 
-Versions 1 (up to 0.2) and 2 kept one calibration, of float32, and did not say of which runtime: it is read
-for each of them. Version 1 is converted. Where it has a margin rule for a prefix (draft while the margin is
-above a threshold), its stage becomes a drafter whose acceptances are those of the margins that the file kept;
-its cost of a round with d drafts, (d + 1) draft + deep(d + 1), becomes verify(m) = deep(m) + draft, keep =
-draft.
+Version 2 (0.3) kept one calibration, of float32, and did not say of which runtime: it is read for each.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from topograd.runtime.protocol import Runtime
 FORMAT = "topograd-calibration"
 VERSION = 3
 ANY_RUNTIME = "float32"
-"""The entry of an older file."""
+"""The entry of a file of 0.3."""
 CALIBRATION = "calibration"
 """What an open run remembers it by."""
 
@@ -185,22 +181,18 @@ def _read(session: LoadedTextRun, again: str) -> _File:
         values = read_json(file)
         if not isinstance(values, dict):
             raise RunError("it is no JSON object")
-        inner = values.get("calibration")
-        about = values if "format" in values else inner if isinstance(inner, dict) else {}  # version 1
-        if about.get("format") != FORMAT:
+        if values.get("format") != FORMAT:
             raise RunError(f"it does not name the format {FORMAT!r}")
-        version = about.get("version")
-        if version not in (1, 2, VERSION):
-            raise RunError(f"it has version {version!r}, this program reads 1, 2 and {VERSION}")
-        if version == 1:
-            values["tuning"] = _from_version_1(values["tuning"], inner)
+        version = values.get("version")
+        if version not in (2, VERSION):
+            raise RunError(f"it has version {version!r}, this program reads 2 and {VERSION}")
         each = values["entries"] if version == VERSION else {ANY_RUNTIME: values}
         entries = {
             str(name): (calibration_of(entry["calibration"]), tuning_of(entry["tuning"]))
             for name, entry in each.items()
         }
-        weights = values.get("weights", session.weights)  # versions before 0.2 did not keep them
-        return _File({"weights": weights, "exits": values.get("exits")}, entries, values.get("pool"))
+        about = {"weights": values["weights"], "exits": values["exits"]}
+        return _File(about, entries, values.get("pool"))
     except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as problem:
         raise RunError(
             f"{file} is damaged ({problem})", setting="calibration", given=file, remedy=again
@@ -328,37 +320,3 @@ def _costs_of(values: Any) -> PositionCosts:
     verify = {int(size): float(seconds) for size, seconds in values["verify"].items()}
     rest = {name: float(values[name]) for name in ("draft", "keep", "uneven")}
     return PositionCosts(verify, **rest, start=float(values.get("start", 0.0)))
-
-
-def _from_version_1(values: Any, calibration: Any) -> dict[str, Any]:
-    """A tuning of version 1 in today's form."""
-    stage, draft = int(values["stage"]), float(values["costs"]["draft"])
-    deep = {size: seconds + draft for size, seconds in values["costs"]["deep"].items()}
-    costs = {"verify": deep, "draft": 0.0, "keep": draft, "uneven": 0.0}
-    sample = calibration["sample"]
-    margins = Acceptance.of(sample["margins"][stage], sample["agrees"][stage])
-    by_margin = {
-        "drafters": [f"stage {stage + 1}"],
-        "predicted": values["predicted"],
-        "speedup": max(float(values["predicted"]), 1.0),
-        "costs": costs,
-        "acceptance": {f"stage {stage + 1}": vars(margins)},
-    }
-    converted: dict[str, Any] = {"costs": costs}
-    for name, rule, drafting in (("greedy", "rule", "drafting"), ("sampled", "sampled", "sampled_drafting")):
-        converted[name] = by_margin if values[rule] is not None else None
-        if (choice := values.get(drafting)) is not None:
-            policy = choice["policy"]
-            converted[name] = {
-                "drafters": choice["drafters"],
-                "predicted": choice["predicted"],
-                "speedup": policy["speedup"],
-                "costs": {
-                    "verify": policy["costs"]["deep"],
-                    "draft": policy["costs"]["draft"],
-                    "keep": 0.0,
-                    "uneven": 0.0,
-                },
-                "acceptance": {who: {**a, "shares": None} for who, a in policy["acceptance"].items()},
-            }
-    return converted

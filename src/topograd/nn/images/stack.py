@@ -26,10 +26,8 @@ from topograd.errors import StackError
 from topograd.nn.heads import Head
 from topograd.nn.images.config import NETWORKS, ImageConfig
 from topograd.nn.stack import Stack
-from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Stage, Topology
-from topograd.topology.plan import Plan, topology_of
+from topograd.topology.plan import AnyTopology, Plan, topology_of
 
 Shape = tuple[int, ...]
 """Of a hidden state, behind the batch."""
@@ -83,9 +81,7 @@ class WidthHeads(Stack):
 class ImageStack(WidthHeads):
     """A network on images, its layers laid out by a topology; by default a chain."""
 
-    def __init__(
-        self, config: ImageConfig, topology: Topology | Configuration | Composition | str | None = None
-    ) -> None:
+    def __init__(self, config: ImageConfig, topology: AnyTopology | None = None) -> None:
         super().__init__()
         self.config = config
         channels = config.shape[0]
@@ -236,9 +232,7 @@ class ImageStack(WidthHeads):
         return widths.pop()
 
 
-def make_image_stack(
-    config: ImageConfig, topology: Topology | Configuration | Composition | str | None = None
-) -> ImageStack:
+def make_image_stack(config: ImageConfig, topology: AnyTopology | None = None) -> ImageStack:
     """The network that the settings name, for a topology."""
     name = "resnet20" if config.family == "resnet" else config.network
     return NETWORKS[name](config, topology)
