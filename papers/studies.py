@@ -248,6 +248,40 @@ STUDIES: Mapping[str, Study] = {
         "edges that scale a gradient, and none that round or delay it).",
         "beyond.edges",
     ),
+    "edges-stages": Study(
+        "Six stages with a late gradient",
+        "Six stages, the first of which is five steps late, are better than six that hear nothing of one "
+        "another, and worse than one step late everywhere (the question is ours).",
+        "beyond.edge_questions",
+        "stages",
+    ),
+    "edges-adamw": Study(
+        "Cut, late and thin with AdamW",
+        "What edges cost with Muon they cost with AdamW: four bits and late come within 1 % of backprop, and "
+        "late is better than none (the question is ours).",
+        "beyond.edge_questions",
+        "adamw",
+    ),
+    "edges-length": Study(
+        "Cut and late over a longer training",
+        "Over three times the steps the gap of late edges vanishes, and that of the cut does not (the "
+        "question is ours).",
+        "beyond.edge_questions",
+        "length",
+    ),
+    "edges-alone": Study(
+        "Late and thin with one loss at the end",
+        "Eight, four and three bits are free where nothing but the rounding differs from backprop, and a "
+        "late gradient comes within 1 % (the question is ours).",
+        "beyond.edge_questions",
+        "alone",
+    ),
+    "edges-size": Study(
+        "Cut, late and thin at twice the width",
+        "What edges cost at width 48 they cost at 96 (the question is ours).",
+        "beyond.edge_questions",
+        "size",
+    ),
     "safe-adapters": Study(
         "Fine-tuning without forgetting, against null-space peers",
         "LoRA held in safe directions learns a new text and forgets less of the model's own than LoRA, dead "

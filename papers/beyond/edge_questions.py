@@ -1,0 +1,130 @@
+"""Further questions about edges that are cut, late or thin: stages, optimizers, lengths, bits, sizes.
+
+Statement and arms: `edges.py`, `edge_arms.py`. Each question is a study of its own, with claims that were set
+before its first row was there:
+
+    edges-stages    six stages of one layer, the first of which is five steps late. Is late still better than
+                    cut? Is one step for all (uniform) better than one a border? Do rates that fall with the
+                    lateness help, or weights that are foretold?
+    edges-adamw     the core of `edges`, with AdamW for everything
+    edges-length    backprop, cut and late over three times the steps: does the gap of late edges vanish?
+    edges-alone     one loss, at the end, so that the gap of an arm is its price: 8, 4 and 3 bits, late
+    edges-size      backprop, cut, four bits and late at twice the width
+
+What was known when the claims were set: `edges` with five seeds (docs/results/2026-11-18-edges.md); for six
+stages one seed with rates that were not tuned (late +3.7 to +5.9 %); for AdamW and uniform one seed and half
+of the steps (late +1.4 %, uniform +2.1 %); for 3 bits the same (+0.4 %).
+
+Rates. Where an arm and its length are those of `edges`, its rate is what that study chose (0.01, between
+0.005 and 0.02). Six stages, AdamW and twice the width choose theirs, on the same seed and in the same way.
+Over three times the steps 0.005 is tried beside 0.01, and what lies below if it is better; what lies above is
+not, since 0.02 was worse for every arm already over a third of them.
+
+Cost: `presets.py`. Limits: those of `edges.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from papers.beyond.edge_arms import (
+    AHEAD,
+    BACKPROP,
+    BOTH,
+    CUT,
+    LATE,
+    SIX,
+    SLOWER,
+    THIN,
+    UNIFORM,
+    ways,
+)
+from papers.beyond.edges import GOAL, Question, answer, better, core_claims, near, of
+from papers.outcome import Asked, Result, Row
+from papers.staged_runs import minus
+from papers.verdicts import Claim, within
+
+CHOSEN = {BACKPROP: 0.01, LATE: 0.01}
+"""What `edges` chose for its 1600 steps."""
+ADAMW_RATES = (0.002, 0.004, 0.001)
+NOTHING = 0.3
+"""A gap below this, in percent, is none."""
+
+
+def stages(args: Asked) -> Result:
+    """Six stages of one layer."""
+    names = (BACKPROP, CUT, LATE, UNIFORM, SLOWER, AHEAD, BOTH)
+    arms = {arm: ways(SIX)[arm] for arm in names}
+    return answer(args, Question(arms, _stage_claims, chosen={BACKPROP: CHOSEN[BACKPROP]}))
+
+
+def adamw(args: Asked) -> Result:
+    """AdamW for everything."""
+    arms = {arm: ways()[arm] for arm in (BACKPROP, CUT, LATE, THIN[4])}
+    return answer(args, Question(arms, core_claims, rates=ADAMW_RATES, optimizer="adamw"))
+
+
+def length(args: Asked) -> Result:
+    """Three times the steps."""
+    arms = {arm: ways()[arm] for arm in (BACKPROP, CUT, LATE)}
+    return answer(args, Question(arms, _length_claims, rates=(0.01, 0.005), widest=(0.001, 0.015)))
+
+
+def alone(args: Asked) -> Result:
+    """One loss, at the end."""
+    names = (BACKPROP, THIN[8], THIN[4], THIN[3], LATE)
+    arms = {arm: ways(exits=0.0)[arm] for arm in names}
+    return answer(args, Question(arms, _alone_claims, chosen=CHOSEN))
+
+
+def size(args: Asked) -> Result:
+    """Twice the width."""
+    arms = {arm: ways()[arm] for arm in (BACKPROP, CUT, LATE, THIN[4])}
+    return answer(args, Question(arms, core_claims))
+
+
+def _stage_claims(rows: Sequence[Row]) -> list[Claim]:
+    return [
+        better(rows, LATE, CUT, "six stages with late gradient are better than six with none"),
+        near(rows, LATE, f"six stages with late gradient come within {GOAL:g} % of backprop"),
+        better(rows, UNIFORM, LATE, "one step late everywhere is better than up to five, one a border"),
+        near(rows, UNIFORM, f"one step late everywhere comes within {GOAL:g} % of backprop"),
+        better(rows, SLOWER, LATE, "rates over the root of the lateness are better than one rate"),
+        better(rows, AHEAD, LATE, "a forward on weights that are foretold is better"),
+        within(
+            f"{BOTH}: rounding adds nothing",
+            f"four bits add less than {NOTHING:g} points to what lateness costs",
+            f"the gap of {BOTH} minus that of {LATE}, points,",
+            minus(of(rows, BOTH), of(rows, LATE)),
+            NOTHING,
+        ),
+    ]
+
+
+def _length_claims(rows: Sequence[Row]) -> list[Claim]:
+    return [
+        *core_claims(rows),
+        near(rows, LATE, "over three times the steps the gap of late edges vanishes", NOTHING),
+    ]
+
+
+def _alone_claims(rows: Sequence[Row]) -> list[Claim]:
+    free = partial(_free, rows)
+    return [
+        free(THIN[8]),
+        free(THIN[4]),
+        free(THIN[3]),
+        near(rows, THIN[3], f"three bits come within {GOAL:g} % of backprop"),
+        near(rows, LATE, f"a late gradient without early losses comes within {GOAL:g} % of backprop"),
+    ]
+
+
+def _free(rows: Sequence[Row], arm: str) -> Claim:
+    return within(
+        f"{arm} is free",
+        f"rounding costs less than {NOTHING:g} %",
+        f"the gap of {arm}, percent,",
+        of(rows, arm),
+        NOTHING,
+    )
