@@ -132,10 +132,11 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(11, 400, 48, 3),
         "long": Size(40, 1600, 48, 5),
     },
-    "edges-stages": _edges(36),
+    "edges-stages": _edges(18),
+    "edges-alone": _edges(10),
     "edges-adamw": _edges(20),
     "edges-length": _edges(27, length=3, seeds=2),
-    "edges-alone": _edges(13),
+    "edges-rates": _edges(20),
     "edges-size": _edges(30, width=96, seeds=2),
     "safe-adapters": {
         "tiny": Size(0.3, 3, seeds=1),

@@ -30,6 +30,8 @@ class Study:
     """Whether it is an experiment in staged learning, with arms, seeds and claims (`staged_runs.py`)."""
     pictures: bool = False
     """Whether it is about pictures: of a folder that is named, or scikit-learn's digits."""
+    rows: str | None = None
+    """The study among whose measurements it keeps its own, because they have arms in common."""
 
     @property
     def paper(self) -> str:
@@ -254,6 +256,15 @@ STUDIES: Mapping[str, Study] = {
         "another, and worse than one step late everywhere (the question is ours).",
         "beyond.edge_questions",
         "stages",
+        rows="edges",
+    ),
+    "edges-alone": Study(
+        "Late and thin with one loss at the end",
+        "Four and three bits are free where nothing but the rounding differs from backprop, and a late "
+        "gradient comes within 1 % (the question is ours).",
+        "beyond.edge_questions",
+        "alone",
+        rows="edges",
     ),
     "edges-adamw": Study(
         "Cut, late and thin with AdamW",
@@ -261,6 +272,7 @@ STUDIES: Mapping[str, Study] = {
         "late is better than none (the question is ours).",
         "beyond.edge_questions",
         "adamw",
+        rows="edges",
     ),
     "edges-length": Study(
         "Cut and late over a longer training",
@@ -268,19 +280,21 @@ STUDIES: Mapping[str, Study] = {
         "question is ours).",
         "beyond.edge_questions",
         "length",
+        rows="edges",
     ),
-    "edges-alone": Study(
-        "Late and thin with one loss at the end",
-        "Eight, four and three bits are free where nothing but the rounding differs from backprop, and a "
-        "late gradient comes within 1 % (the question is ours).",
+    "edges-rates": Study(
+        "Six late stages with rates that follow the lateness, or weights that are foretold",
+        "Both are better than late stages as they are, and four bits add nothing (the question is ours).",
         "beyond.edge_questions",
-        "alone",
+        "rates",
+        rows="edges",
     ),
     "edges-size": Study(
         "Cut, late and thin at twice the width",
         "What edges cost at width 48 they cost at 96 (the question is ours).",
         "beyond.edge_questions",
         "size",
+        rows="edges",
     ),
     "safe-adapters": Study(
         "Fine-tuning without forgetting, against null-space peers",

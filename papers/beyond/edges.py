@@ -30,6 +30,7 @@ optimizer; a rate is tuned for the matrices alone, and the late embedding keeps 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import statistics
 import time
@@ -143,7 +144,14 @@ def next_rate(tried: Mapping[float, float], widest: tuple[float, float] = WIDEST
 
 
 def _row(args: Asked, question: Question, arm: str, given: Given, rate: float) -> Row:
-    key = {"arm": arm, "seed": given.config.seed, "rate": rate}
+    edges = hashlib.blake2b(repr(question.arms[arm].topology).encode(), digest_size=8).hexdigest()
+    key = {
+        "arm": arm,
+        "edges": edges,
+        "optimizer": question.optimizer,
+        "seed": given.config.seed,
+        "rate": rate,
+    }
     return args.kept.row(key, partial(_train, arm, question.arms[arm], given, rate))
 
 
@@ -242,7 +250,7 @@ def _setting(args: Asked, question: Question) -> str:
     taken = "".join(f"; {arm} takes {rate:g}" for arm, rate in question.chosen.items())
     return (
         f"Six layers of width {config.model.width} on bytes, {config.steps} steps of {config.batch} × "
-        f"{config.model.context} tokens; {whose} rate of matrices chosen for each arm on another seed{taken}; "
+        f"{config.model.context} tokens; {whose} rate chosen for each arm on another seed{taken}; "
         f"{args.seeds} seeds."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from papers.beyond.edge_arms import (
     SIX,
     SLOWER,
     THIN,
+    THREE,
     UNIFORM,
     WHOLE,
     AheadQueue,
@@ -114,7 +116,7 @@ def test_every_question_has_backprop_and_the_rates_that_its_arms_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: dict[str, Question] = {}
-    for name in ("stages", "adamw", "length", "alone", "size"):
+    for name in ("stages", "alone", "adamw", "length", "rates", "size"):
         monkeypatch.setattr(edge_questions, "answer", lambda args, it, name=name: found.update({name: it}))
         getattr(edge_questions, name)(asked("edges", "tiny"))
     for question in found.values():
@@ -186,12 +188,14 @@ def test_uniform_takes_the_gradient_of_the_step_before() -> None:
 def test_ahead_takes_gradients_of_weights_that_went_on_as_before() -> None:
     made, given = training(AHEAD, exits=0.0), batches()
     assert isinstance(made.loop.late, AheadQueue)
-    late = {name: 0 for name in weights(made)}
+    late = dict.fromkeys(weights(made), 0)
     for planned in made.plan.stages:
         for i in planned.layers:
             own = (name for name in late if name.startswith(f"layers.{i}."))
             late.update(dict.fromkeys(own, made.plan.lateness[planned.index]))
-    (embedding,) = [name for name, module in made.stack.named_modules() if isinstance(module, torch.nn.Embedding)]
+    (embedding,) = [
+        name for name, module in made.stack.named_modules() if isinstance(module, torch.nn.Embedding)
+    ]
     late[f"{embedding}.weight"] = made.plan.embedding_lateness
     assert set(late.values()) == {0, 1, 2}
     before = expected = weights(made)
@@ -203,7 +207,8 @@ def test_ahead_takes_gradients_of_weights_that_went_on_as_before() -> None:
         made.learn(0.0, *batch, step + 1)
         before, old = expected, expected
         expected = {
-            name: w - 0.3 * found[step - late[name]][name] if step >= late[name] else w for name, w in old.items()
+            name: w - 0.3 * found[step - late[name]][name] if step >= late[name] else w
+            for name, w in old.items()
         }
         for name, w in weights(made).items():
             torch.testing.assert_close(w, expected[name], rtol=1e-9, atol=1e-11, msg=f"{name}, step {step}")
@@ -212,7 +217,9 @@ def test_ahead_takes_gradients_of_weights_that_went_on_as_before() -> None:
 def test_a_study_that_was_ended_measures_what_is_missing_alone(tmp_path: Any) -> None:
     file = tmp_path / "rows.jsonl"
     arms = {arm: ways()[arm] for arm in (BACKPROP, LATE)}
-    question = Question(arms, lambda rows: [better(rows, LATE, BACKPROP, "")], rates=(0.01,), widest=(0.009, 0.011))
+    question = Question(
+        arms, lambda rows: [better(rows, LATE, BACKPROP, "")], rates=(0.01,), widest=(0.009, 0.011)
+    )
     first = answer(asked("edges", "tiny", kept=Kept(file)), question)
     kept = Kept(file)
     second = answer(asked("edges", "tiny", kept=kept, seeds=2), question)
@@ -220,3 +227,16 @@ def test_a_study_that_was_ended_measures_what_is_missing_alone(tmp_path: Any) ->
     assert second.rows[:2] == first.rows
     assert [row["seed"] for row in second.rows] == [0, 0, 1, 1]
     assert [len(table.rows) for table in second.tables] == [2, 2]
+
+
+def test_arms_of_one_name_and_other_edges_are_measured_apart(tmp_path: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    for partition in (THREE, SIX):
+        question = Question(
+            {BACKPROP: ways()[BACKPROP], LATE: ways(partition)[LATE]}, lambda rows: [], (0.01,)
+        )
+        question = replace(question, widest=(0.009, 0.011))
+        kept = Kept(file)
+        exits = [len(row["bpb_prefix"]) for row in answer(asked("edges", "tiny", kept=kept), question).rows]
+        assert exits == [1, len(partition.split(","))]
+        assert kept.found == (2 if partition == SIX else 0), "backprop is trained once"
