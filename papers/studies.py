@@ -253,9 +253,17 @@ STUDIES: Mapping[str, Study] = {
     "edges-stages": Study(
         "Six stages with a late gradient",
         "Six stages, the first of which is five steps late, are better than six that hear nothing of one "
-        "another, and worse than one step late everywhere (the question is ours).",
+        "another (the question is ours).",
         "beyond.edge_questions",
         "stages",
+        rows="edges",
+    ),
+    "edges-uniform": Study(
+        "One step late everywhere",
+        "One step late for all of a model is better than up to five, one at each border of six stages (the "
+        "question is ours).",
+        "beyond.edge_questions",
+        "uniform",
         rows="edges",
     ),
     "edges-alone": Study(

@@ -9,20 +9,24 @@ learning rates. Beside cut, whole, late and thin edges, which are points of the 
                gradient comes; the gradient is the true one of those weights
 
 Uniform is what a pipeline has that is one step late everywhere (PipeDream-2BW): no edge can say it, since the
-lateness of edges begins at a loss. Early losses weigh `EXITS` of the last one's, or nothing.
+lateness of edges begins at a loss. Early losses weigh `EXITS` of the last one's, or nothing. With nothing,
+late edges are run as what they are by definition (`exec/late.py`): the gradient of one graph, each stage's
+part taken τ steps later. The executor gives the same numbers (a test compares them) and takes a third longer.
 
-Cost: `uniform` keeps one more gradient, `ahead` one more copy of the weights. Sources. D. Narayanan et al.,
-"Memory-Efficient Pipeline-Parallel DNN Training" (uniform); B. Yang et al., "PipeMare" (rates that fall with
-the lateness; the root is ours); C.-C. Chen et al., "Efficient and Robust Parallel DNN Training through Model
-Parallelism on Multi-GPU Platform" (SpecTrain: weights foretold). Limits. `ahead` needs batches in one part,
-and does not move the head, which is never late.
+Cost: `uniform` and late edges without early losses keep τ gradients, `ahead` one more copy of the weights.
+Sources. D. Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (uniform); B. Yang et al.,
+"PipeMare" (rates that fall with the lateness; the root is ours); C.-C. Chen et al., "Efficient and Robust
+Parallel DNN Training through Model Parallelism on Multi-GPU Platform" (SpecTrain: weights foretold). Limits.
+`ahead` needs batches in one part, and does not move the head, which is never late.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,15 +66,20 @@ def ways(partition: str = THREE, exits: float = EXITS) -> dict[str, Way]:
     chain = Topology.chain(partition)
     whole = early(chain.with_grad_scale(1.0), weight=exits)
     late, backprop = whole.with_gradient(delay=1), Topology.chain(str(LAYERS))
+    plan = Plan.of(late, LAYERS)
     return {
         BACKPROP: Way(backprop),
         CUT: Way(chain),
         WHOLE: Way(whole, BACKPROP),
         **{name: Way(whole.with_gradient(bits=bits), BACKPROP) for bits, name in THIN.items()},
-        LATE: Way(late),
+        LATE: Way(late)
+        if exits
+        else Way(backprop, change=partial(hold_back, late=partial(lateness, plan=plan))),
         BOTH: Way(whole.with_gradient(delay=1, bits=4), LATE),
-        UNIFORM: Way(backprop, change=one_step_late),
-        SLOWER: Way(late, settings=slower(Plan.of(late, LAYERS))),
+        UNIFORM: Way(
+            backprop, change=partial(hold_back, late=lambda stack: dict.fromkeys(stack.parameters(), 1))
+        ),
+        SLOWER: Way(late, settings=slower(plan)),
         AHEAD: Way(late, change=look_ahead),
     }
 
@@ -87,13 +96,30 @@ def slower(plan: Plan) -> Callable[[OptimizerConfig], OptimizerConfig]:
     return settings
 
 
-def one_step_late(training: Training) -> None:
-    """Every step of the optimizers takes the gradient of the step before; the first takes none."""
-    held: dict[nn.Parameter, Tensor | None] = {}
+def lateness(stack: Stack, plan: Plan) -> dict[nn.Parameter, int]:
+    """τ of every parameter where there is one loss, at the end: the head, which it reads, is never late."""
+    late = {
+        p: plan.embedding_lateness
+        for m in stack.modules()
+        if isinstance(m, nn.Embedding)
+        for p in m.parameters()
+    }
+    for planned in plan.stages:
+        for i in planned.layers:
+            late |= dict.fromkeys(stack.layers[i].parameters(), plan.lateness[planned.index])
+    return {p: late.get(p, 0) for p in stack.parameters()}
+
+
+def hold_back(training: Training, late: Callable[[Stack], Mapping[nn.Parameter, int]]) -> None:
+    """Every step of the optimizers takes a parameter's gradient of τ steps before; the first τ take none."""
+    queues: dict[nn.Parameter, deque[Tensor | None]] = {
+        p: deque([None] * steps) for p, steps in late(training.stack).items()
+    }
 
     def exchange(*_: Any) -> None:
-        for parameter in training.stack.parameters():
-            held[parameter], parameter.grad = parameter.grad, held.get(parameter)
+        for parameter, queue in queues.items():
+            queue.append(parameter.grad)
+            parameter.grad = queue.popleft()
 
     first = next(iter(training.optimizers.values()))
     first.register_step_pre_hook(exchange)
@@ -109,14 +135,8 @@ class AheadQueue(LateQueue):
 
     def __init__(self, stack: Stack, plan: Plan) -> None:
         super().__init__()
-        layered = {id(p): planned for planned in plan.stages for p in _parameters(stack, planned.layers)}
-        embedding = {id(p) for m in stack.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        self._late: dict[str, tuple[nn.Parameter, int]] = {}
-        for name, parameter in stack.named_parameters():
-            if id(parameter) in layered:
-                self._late[name] = parameter, plan.lateness[layered[id(parameter)].index]
-            elif id(parameter) in embedding:
-                self._late[name] = parameter, plan.embedding_lateness
+        late = lateness(stack, plan)
+        self._late = {name: (p, late[p]) for name, p in stack.named_parameters() if late[p]}
         self._before: dict[str, Tensor] = {}
         self._now: dict[str, Tensor] = {}
         self._ahead: dict[str, Tensor] = {}
@@ -134,7 +154,3 @@ class AheadQueue(LateQueue):
     def copies(self, stack: Stack, plan: Plan, stages: Iterable[int]) -> dict[str, Tensor]:
         own = super().copies(stack, plan, stages)
         return {name: self._ahead.get(name, copy) for name, copy in own.items()}
-
-
-def _parameters(stack: Stack, layers: Iterable[int]) -> Iterable[nn.Parameter]:
-    return (parameter for i in layers for parameter in stack.layers[i].parameters())

@@ -27,6 +27,7 @@ from papers.beyond.edge_arms import (
     UNIFORM,
     WHOLE,
     AheadQueue,
+    Way,
     ways,
 )
 from papers.beyond.edges import (
@@ -64,7 +65,9 @@ def test_the_arms_differ_in_their_edges() -> None:
     assert bits[THIN[3]] == {3}
     assert bits[BOTH] == bits[THIN[4]] == {4}
     assert bits[WHOLE] == bits[LATE] == {32}
-    losses = [[p.scale > 0 for p in Plan.of(ways(exits=e)[LATE].topology, LAYERS).stages] for e in (0.1, 0.0)]
+    losses = [
+        [p.scale > 0 for p in Plan.of(ways(exits=e)[AHEAD].topology, LAYERS).stages] for e in (0.1, 0.0)
+    ]
     assert losses == [[True, True, True], [False, False, True]]
 
 
@@ -116,7 +119,7 @@ def test_every_question_has_backprop_and_the_rates_that_its_arms_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: dict[str, Question] = {}
-    for name in ("stages", "alone", "adamw", "length", "rates", "size"):
+    for name in ("stages", "uniform", "alone", "adamw", "length", "rates", "size"):
         monkeypatch.setattr(edge_questions, "answer", lambda args, it, name=name: found.update({name: it}))
         getattr(edge_questions, name)(asked("edges", "tiny"))
     for question in found.values():
@@ -138,16 +141,15 @@ def test_rates_fall_with_the_root_of_the_lateness() -> None:
 STEPS = 5
 
 
-def training(arm: str, **changes: Any) -> Training:
+def training(way: Way) -> Training:
     """A small training of an arm in float64, by gradient descent so that its steps can be written down."""
     config = bytes_config(asked("edges", "tiny"), 0, batch=2, tiny_batch=2, eval_bytes=600)
-    made = training_of(arm, ways(**changes)[arm], config, 0.01)
+    made = training_of("", replace(way, change=None), config, 0.01)
     made.stack.double()
     made.loop.optimizers = OptimizerSet.of(torch.optim.SGD(made.stack.parameters(), lr=0.3))
     made.optimizers = made.loop.optimizers.optimizers
-    change = ways(**changes)[arm].change
-    if change is not None:
-        change(made)  # the optimizers are others now
+    if way.change is not None:
+        way.change(made)
     return made
 
 
@@ -171,8 +173,22 @@ def gradient_at(made: Training, at: dict[str, Tensor], batch: tuple[Tensor, Tens
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in stack.named_parameters()}
 
 
+@pytest.mark.parametrize("partition", [THREE, SIX])
+def test_late_edges_by_definition_are_those_of_the_executor(partition: str) -> None:
+    late = ways(partition, exits=0.0)[AHEAD].topology
+    made = [training(way) for way in (ways(partition, exits=0.0)[LATE], Way(late))]
+    assert [len(each.plan.stages) for each in made] == [1, len(partition.split(","))]
+    for each in made:
+        given = batches()
+        for step in range(8):
+            each.learn(0.0, *next(given), step + 1)
+    first, second = map(weights, made)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-10, atol=1e-12)
+
+
 def test_uniform_takes_the_gradient_of_the_step_before() -> None:
-    made, given = training(UNIFORM), batches()
+    made, given = training(ways()[UNIFORM]), batches()
     expected, held = weights(made), None
     for step in range(STEPS):
         batch = next(given)
@@ -186,7 +202,7 @@ def test_uniform_takes_the_gradient_of_the_step_before() -> None:
 
 
 def test_ahead_takes_gradients_of_weights_that_went_on_as_before() -> None:
-    made, given = training(AHEAD, exits=0.0), batches()
+    made, given = training(ways(exits=0.0)[AHEAD]), batches()
     assert isinstance(made.loop.late, AheadQueue)
     late = dict.fromkeys(weights(made), 0)
     for planned in made.plan.stages:
