@@ -209,47 +209,43 @@ class _Kept(torch.autograd.Function):
 
 
 class Places:
-    """What learns in a stack by name, its layers, and the tables of modules that hold it.
+    """What learns in a stack by name, with the tables of modules that hold it and the layers that have it.
 
     A walk through all modules takes as long as a small layer, so there is one a step.
     """
 
     def __init__(self, stack: Stack) -> None:
-        self.parameters = {name: p for name, p in stack.named_parameters() if p.requires_grad}
-        names = {id(p): name for name, p in self.parameters.items()}
-        self.tables: dict[str, list[tuple[dict[str, nn.Parameter | None], str]]] = {
-            n: [] for n in names.values()
-        }
-        self.layers: dict[str, set[int]] = {name: set() for name in names.values()}
-        for module in stack.modules():
-            for key, parameter in module._parameters.items():
-                if id(parameter) in names:
-                    self.tables[names[id(parameter)]].append((module._parameters, key))
+        tables: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for table in (module._parameters for module in stack.modules()):
+            for key, parameter in table.items():
+                tables.setdefault(id(parameter), []).append((table, key))
+        layers: dict[int, set[int]] = {}
         for i, layer in enumerate(stack.layers):
             for parameter in layer.parameters():
-                if id(parameter) in names:
-                    self.layers[names[id(parameter)]].add(i)
+                layers.setdefault(id(parameter), set()).add(i)
+        learning = ((name, p) for name, p in stack.named_parameters() if p.requires_grad)
+        self.known = {name: (p, tables[id(p)], layers.get(id(p), set())) for name, p in learning}
 
     def of(self, plan: Plan, stages: Iterable[int]) -> dict[str, nn.Parameter]:
         """What learns in these stages, and outside of all layers."""
         own = {i for k in stages for i in plan.stages[k].layers}
-        return {n: p for n, p in self.parameters.items() if not self.layers[n] or self.layers[n] & own}
+        return {name: p for name, (p, _, layers) in self.known.items() if not layers or layers & own}
 
 
 @contextmanager
 def with_weights(places: Places, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it the modules compute with these values; gradients go to the same parameters as ever."""
-    own = {name: places.parameters[name] for name in weights if name in places.parameters}
+    own = [(*places.known[name][:2], weight) for name, weight in weights.items() if name in places.known]
     with torch.enable_grad():
-        kept: dict[str, Any] = {name: _Kept.apply(p, weights[name]) for name, p in own.items()}
+        kept = [(tables, _Kept.apply(p, weight)) for p, tables, weight in own]
     try:
-        for name, copy in kept.items():
-            for table, key in places.tables[name]:
+        for tables, copy in kept:
+            for table, key in tables:
                 table[key] = copy
         yield
     finally:
-        for name, parameter in own.items():
-            for table, key in places.tables[name]:
+        for parameter, tables, _ in own:
+            for table, key in tables:
                 table[key] = parameter
 
 
