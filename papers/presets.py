@@ -73,6 +73,15 @@ def _staged(minutes: float) -> Mapping[Preset, Size]:
     }
 
 
+def _edges(minutes: float, length: int = 1, width: int = 48, seeds: int = 3) -> Mapping[Preset, Size]:
+    """Further questions about edges, over as many steps as their first or so many times as many."""
+    return {
+        "tiny": Size(0.1, 2 * length, 8, 1),
+        "small": Size(minutes / 4, 400 * length, width, seeds),
+        "long": Size(minutes, 1600 * length, width, seeds),
+    }
+
+
 SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "stage0-depth": _staged(3),
     "experiment-a": _staged(6),
@@ -120,9 +129,16 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "adapter-placement": {"tiny": Size(0.2, (2, 2), seeds=1), "small": Size(10, (24, 16), seeds=3)},
     "edges": {
         "tiny": Size(0.1, 2, 8, 1),
-        "small": Size(15, 400, 48, 3),
+        "small": Size(11, 400, 48, 3),
         "long": Size(40, 1600, 48, 5),
     },
+    "edges-stages": _edges(10),
+    "edges-uniform": _edges(12),
+    "edges-alone": _edges(10),
+    "edges-adamw": _edges(20),
+    "edges-length": _edges(27, length=3, seeds=2),
+    "edges-rates": _edges(20),
+    "edges-size": _edges(30, width=96, seeds=2),
     "safe-adapters": {
         "tiny": Size(0.3, 3, seeds=1),
         "small": Size(60, 16, seeds=3),

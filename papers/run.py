@@ -153,7 +153,8 @@ def _run_one(study: Asked, args: Run) -> dict[str, Any]:
     from papers.study_page import write_study  # matplotlib
 
     make_folder(args.out)
-    retained = Kept(args.out / f"{study.study}.rows.jsonl", setting_of(study), args.fresh)
+    name = study_named(study.study).rows or study.study
+    retained = Kept(args.out / f"{name}.rows.jsonl", {**setting_of(study), "study": name}, args.fresh)
     if study.size.minutes >= 1:
         note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
     record = run_study(replace(study, kept=retained))

@@ -30,6 +30,8 @@ class Study:
     """Whether it is an experiment in staged learning, with arms, seeds and claims (`staged_runs.py`)."""
     pictures: bool = False
     """Whether it is about pictures: of a folder that is named, or scikit-learn's digits."""
+    rows: str | None = None
+    """The study among whose measurements it keeps its own, because they have arms in common."""
 
     @property
     def paper(self) -> str:
@@ -247,6 +249,60 @@ STUDIES: Mapping[str, Study] = {
         "each of two borders is better than none (the question is ours; Stage-Partitioned Learning, §9, has "
         "edges that scale a gradient, and none that round or delay it).",
         "beyond.edges",
+    ),
+    "edges-stages": Study(
+        "Six stages with a late gradient",
+        "Six stages, the first of which is five steps late, are better than six that hear nothing of one "
+        "another (the question is ours).",
+        "beyond.edge_questions",
+        "stages",
+        rows="edges",
+    ),
+    "edges-uniform": Study(
+        "One step late everywhere",
+        "One step late for all of a model is better than up to five, one at each border of six stages (the "
+        "question is ours).",
+        "beyond.edge_questions",
+        "uniform",
+        rows="edges",
+    ),
+    "edges-alone": Study(
+        "Late and thin with one loss at the end",
+        "Four and three bits are free where nothing but the rounding differs from backprop, and a late "
+        "gradient comes within 1 % (the question is ours).",
+        "beyond.edge_questions",
+        "alone",
+        rows="edges",
+    ),
+    "edges-adamw": Study(
+        "Cut, late and thin with AdamW",
+        "What edges cost with Muon they cost with AdamW: four bits and late come within 1 % of backprop, and "
+        "late is better than none (the question is ours).",
+        "beyond.edge_questions",
+        "adamw",
+        rows="edges",
+    ),
+    "edges-length": Study(
+        "Cut and late over a longer training",
+        "Over three times the steps the gap of late edges vanishes, and that of the cut does not (the "
+        "question is ours).",
+        "beyond.edge_questions",
+        "length",
+        rows="edges",
+    ),
+    "edges-rates": Study(
+        "Six late stages with rates that follow the lateness, or weights that are foretold",
+        "Both are better than late stages as they are, and four bits add nothing (the question is ours).",
+        "beyond.edge_questions",
+        "rates",
+        rows="edges",
+    ),
+    "edges-size": Study(
+        "Cut, late and thin at twice the width",
+        "What edges cost at width 48 they cost at 96 (the question is ours).",
+        "beyond.edge_questions",
+        "size",
+        rows="edges",
     ),
     "safe-adapters": Study(
         "Fine-tuning without forgetting, against null-space peers",

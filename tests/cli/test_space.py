@@ -46,10 +46,22 @@ def test_show_at_the_ends_of_the_lattice(call: Any) -> None:
     said = late["properties"]
     assert [said["gradient_bits"], said["staleness"], said["stashed_layers"]] == [4, 1, 1]
     assert said["waiting_stages"] == 0
+    assert said["bubble"]["speedup"] > 1
+    waits = call("space", "show", "1,2", "--grad-scale", "1", "--json").json["properties"]
+    assert waits["waiting_stages"] == 1
+    assert (waits["bubble"]["staged"], waits["bubble"]["speedup"]) == (waits["bubble"]["backprop"], 1)
     local = call("space", "show", "1, 1,1", "--microbatches", "2", "--json").json
     assert local["neighbours"]["finer"] == []
     assert local["properties"]["activation_layers"] == 1
     assert local["properties"]["bubble"]["backprop"] == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize("flags", [("--grad-delay", "1"), ("--grad-bits", "4")])
+def test_what_no_edge_uses_is_refused_as_in_training(flags: tuple[str, str], call: Any) -> None:
+    name, value = flags
+    said = f"{name} is {value}, which nothing uses; give a grad_scale above 0 too, or leave it out"
+    assert said in call("space", "show", "2,2", *flags).refusal
+    assert call("space", "show", "2,2", "--grad-scale", "0.5", *flags, "--json").json["stages"] == 2
 
 
 def test_join_and_meet(call: Any) -> None:

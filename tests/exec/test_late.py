@@ -11,7 +11,7 @@ import torch
 from raising import refused
 from tests.oracles.late import LateTraining, lateness
 from topograd.errors import ConfigError
-from topograd.exec.late import LateQueue, with_weights
+from topograd.exec.late import LateQueue, Places, with_weights
 from topograd.exec.train_step import train_step
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
@@ -171,7 +171,7 @@ def test_weights_are_put_back(tiny: type[Tiny]) -> None:
     stack = tiny.gpt()
     before = {name: p.clone() for name, p in stack.named_parameters()}
     own, head = dict(stack.named_parameters()), stack.head
-    with with_weights(stack, {n: (p + 1).detach() for n, p in before.items()}):
+    with with_weights(Places(stack), {n: (p + 1).detach() for n, p in before.items()}):
         assert torch.equal(head.weight, before["head.weight"] + 1)
         head.weight.sum().backward()
     gradient = own["head.weight"].grad

@@ -233,8 +233,19 @@ class Pareto:
         default |= {"grad_bits": "32"}
         choices = {name: values for name, values in given.items() if values != (default.get(name),)}
         space = Space(config.model.layers, self.min_depth, self.max_stages, choices)
+        used: set[tuple[str, str]] = set()
         for candidate in space.samples():
             replace(config, topology=candidate.topology(config.topology))
+            used |= candidate.settings.items()
+        for name, values in choices.items():
+            for value in values:
+                if (name, value) not in used:
+                    raise ConfigError(
+                        f"{name} may be {value}, which nothing uses in this space",
+                        setting=name,
+                        given=value,
+                        remedy="let what it acts on be chosen too, or leave it out",
+                    )
         return space
 
 

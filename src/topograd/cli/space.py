@@ -15,6 +15,7 @@ from rich.table import Table
 from topograd.cli.console import Json, pairs, parse_one_of, show
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
+from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.closed_forms import closed_forms
 from topograd.topology.composition import Composition, count_compositions
 from topograd.topology.configuration import Configuration, count_configurations
@@ -123,9 +124,14 @@ def run(argv: list[str]) -> int:
     match args:
         case Show():
             configuration = Configuration.parse(args.partition, heads=args.heads)
-            chain = Topology.chain(configuration, grad_scale=args.grad_scale)
-            chain = chain.with_gradient(delay=args.grad_delay, bits=args.grad_bits)
-            answer = describe(chain, configuration, args.microbatches)
+            edges = {
+                "grad_scale": args.grad_scale,
+                "grad_delay": args.grad_delay,
+                "grad_bits": args.grad_bits,
+            }
+            chain = TopologyConfig(partition=args.partition, heads=args.heads, **edges)
+            layers = configuration.composition.layers
+            answer = describe(chain.build(layers), configuration, args.microbatches)
             table = _shown(answer)
         case Join():
             first, second = Composition.parse(args.first), Composition.parse(args.second)
@@ -147,6 +153,7 @@ def describe(topology: Topology, configuration: Configuration, microbatches: int
     composition = configuration.composition
     forms = closed_forms(Plan.of(topology, composition.layers))
     pipeline = (composition.stages, 2 * microbatches)  # slots: a forward and a backward for each micro-batch
+    waits = forms["waiting_stages"] > 0  # then a pipeline idles as backprop's does
     about = _named(configuration)
     properties = {name: about.pop(name) for name in ("vocabulary_projections", "capability_region")}
     return {
@@ -165,8 +172,8 @@ def describe(topology: Topology, configuration: Configuration, microbatches: int
             "bubble": {
                 "microbatches": microbatches,
                 "backprop": backprop_bubble(*pipeline),
-                "staged": staged_bubble(*pipeline),
-                "speedup": pipeline_speedup(*pipeline),
+                "staged": backprop_bubble(*pipeline) if waits else staged_bubble(*pipeline),
+                "speedup": 1.0 if waits else pipeline_speedup(*pipeline),
             },
         },
     }

@@ -81,13 +81,12 @@ class LateQueue:
         self._copies: dict[str, Tensor] = {}
         self._live: dict[tuple[int, int], OpenStep] = {}
         self._held: dict[tuple[int, int], OpenStep] = {}
-        self._used: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        self._places: Places | None = None
 
     def begin(self, step: int) -> None:
         """Step number `step` begins, or begins again: what was done since the last `commit` is dropped."""
         self.step = step
-        self._copies, self._used = {}, {}
-        self._held = {}
+        self._copies, self._held, self._places = {}, {}, None
         self._open = {
             key: replace(batch, received=dict(batch.received), gradients=dict(batch.gradients))
             for key, batch in self.batches.items()
@@ -95,7 +94,7 @@ class LateQueue:
 
     def commit(self) -> None:
         """The step is done."""
-        self.batches, self._copies, self._used = self._open, {}, {}
+        self.batches, self._copies = self._open, {}
         self._live |= self._held
 
     def hold(self, batch: LateBatch, live: OpenStep) -> None:
@@ -124,30 +123,24 @@ class LateQueue:
         age = self.step - batch.step
         if not batch.received and age >= plan.embedding_lateness:
             self._open.pop((batch.step, batch.number), None)
-            return
-        if age:
-            left = self._used_by(stack, plan, batch.received)
+        elif age:
+            left = self.places(stack).of(plan, batch.received)
             batch.weights = {name: w for name, w in batch.weights.items() if name in left}
         else:
             batch.weights = self.copies(stack, plan, batch.received)
 
     def copies(self, stack: Stack, plan: Plan, stages: Iterable[int]) -> dict[str, Tensor]:
         """The weights of these stages as they are in this step, by name."""
-        own = self._used_by(stack, plan, stages)
+        own = self.places(stack).of(plan, stages)
         for name in own.keys() - self._copies.keys():
             self._copies[name] = own[name].detach().clone()
         return {name: self._copies[name] for name in own}
 
-    def _used_by(self, stack: Stack, plan: Plan, stages: Iterable[int]) -> dict[str, nn.Parameter]:
-        """What learns in these stages, and outside of all layers."""
-        key = tuple(sorted(stages))
-        if key not in self._used:
-            layers = {i for k in key for i in plan.stages[k].layers}
-            each = [(i, p) for i, layer in enumerate(stack.layers) for p in layer.parameters()]
-            others = {id(p) for i, p in each if i not in layers} - {id(p) for i, p in each if i in layers}
-            learning = ((name, p) for name, p in stack.named_parameters() if p.requires_grad)
-            self._used[key] = {name: p for name, p in learning if id(p) not in others}
-        return self._used[key]
+    def places(self, stack: Stack) -> Places:
+        """Where the stack's parameters are in this step."""
+        if self._places is None:
+            self._places = Places(stack)
+        return self._places
 
     # As a checkpoint keeps it
 
@@ -215,21 +208,45 @@ class _Kept(torch.autograd.Function):
         return gradient, None
 
 
+class Places:
+    """What learns in a stack by name, with the tables of modules that hold it and the layers that have it.
+
+    A walk through all modules takes as long as a small layer, so there is one a step.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        tables: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for table in (module._parameters for module in stack.modules()):
+            for key, parameter in table.items():
+                tables.setdefault(id(parameter), []).append((table, key))
+        layers: dict[int, set[int]] = {}
+        for i, layer in enumerate(stack.layers):
+            for parameter in layer.parameters():
+                layers.setdefault(id(parameter), set()).add(i)
+        learning = ((name, p) for name, p in stack.named_parameters() if p.requires_grad)
+        self.known = {name: (p, tables[id(p)], layers.get(id(p), set())) for name, p in learning}
+
+    def of(self, plan: Plan, stages: Iterable[int]) -> dict[str, nn.Parameter]:
+        """What learns in these stages, and outside of all layers."""
+        own = {i for k in stages for i in plan.stages[k].layers}
+        return {name: p for name, (p, _, layers) in self.known.items() if not layers or layers & own}
+
+
 @contextmanager
-def with_weights(stack: Stack, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def with_weights(places: Places, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it the modules compute with these values; gradients go to the same parameters as ever."""
-    own = {id(p): (name, p) for name, p in stack.named_parameters() if p.requires_grad and name in weights}
+    own = [(*places.known[name][:2], weight) for name, weight in weights.items() if name in places.known]
     with torch.enable_grad():
-        kept = {at: _Kept.apply(p, weights[name]) for at, (name, p) in own.items()}
-    tables = [module._parameters for module in stack.modules()] if kept else []
-    places = [(table, key, p) for table in tables for key, p in table.items() if id(p) in kept]
+        kept = [(tables, _Kept.apply(p, weight)) for p, tables, weight in own]
     try:
-        for table, key, parameter in places:
-            table[key] = kept[id(parameter)]
+        for tables, copy in kept:
+            for table, key in tables:
+                table[key] = copy
         yield
     finally:
-        for table, key, parameter in places:
-            table[key] = parameter
+        for parameter, tables, _ in own:
+            for table, key in tables:
+                table[key] = parameter
 
 
 def collect_gradients(queue: LateQueue, plan: Plan, transport: Transport, numbers: Collection[int]) -> None:

@@ -12,7 +12,7 @@ run that was resumed, or that has its stages on several ranks, draws the same.
 
 Shapes: g (..., d); bytes (positions, 4 + ⌈d b / 8⌉), the scale first. Cost: one draw and two passes over g.
 Limits: a position with a number that is not finite is not finite as a whole. E ĝ = g holds to the rounding of
-s, one part in 10^7.
+s, one part in 10^7; for gradients in bfloat16 to that of the product, one in 256.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class OpenStep:
         graph = self.graph
         if stages is None or self.late is None or self.age or graph.recompute:
             return nullcontext()
-        return with_weights(graph.stack, self.late.copies(graph.stack, graph.plan, stages))
+        return with_weights(self.late.places(graph.stack), self.late.copies(graph.stack, graph.plan, stages))
 
     def forward(self) -> None:
         """Run the stages forward, and every backward that is ready."""
@@ -217,7 +217,7 @@ class OpenStep:
             draw = (now.draw[0], batch.step, batch.number)
             graph = StepGraph(now.stack, now.plan, batch.scale, now.transport, False, now.recompute, draw)
             given = (batch.inputs, batch.targets, None, self.late)
-            with with_weights(now.stack, batch.weights):
+            with with_weights(self.late.places(now.stack), batch.weights):
                 step = OpenStep(graph, self.gradient, self.objectives, *given, age)
         step.age = age
         step.x0.grad = None if batch.x0_gradient is None else batch.x0_gradient.clone()
@@ -234,9 +234,9 @@ class OpenStep:
         if planned.index in self.held:
             self._backward_late(planned, *self.held.pop(planned.index), gradients, batch)
             return
-        with with_weights(
-            self.graph.stack, batch.weights
-        ):  # also in the backward, which may run layers again
+        assert self.late is not None
+        places = self.late.places(self.graph.stack)
+        with with_weights(places, batch.weights):  # also in the backward, which may run layers again
             self._backward_late(planned, *self._ran_again(planned, received), gradients, batch)
 
     def _backward_late(
