@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from topograd.cli.inspect import batches_of
+from topograd.cli.probe_model import batches_of
 from topograd.data.windows import Text
 
 

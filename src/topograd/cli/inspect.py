@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from rich.table import Table
@@ -16,26 +16,7 @@ from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import ConfigError
 from topograd.limits import REPEATS, check_numbers
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from topograd.data.windows import Text
-    from topograd.geometry.checkpoint import CheckpointReading
-    from topograd.runs.session import LoadedTextRun
-
 T = TypeVar("T")
-
-MIN_TOKENS = 4096
-"""That a run is read on, if its text has them; and `ROWS_PER_CHANNEL` for each channel of its stream."""
-TOKEN_BYTES = 10
-"""Of text for a token: more than it has, as short documents are left out."""
-LENGTH = 128
-"""Tokens of a row: with thousands, attention and logits cost more than they say."""
-LARGE = 50_000_000
-"""Parameters from which on a model runs in float32, unless it was asked for otherwise."""
-BATCH_TOKENS = 256
-"""Of the batches: what a backward pass holds of SmolLM2 is 2 MB a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +56,39 @@ def run(argv: list[str]) -> int:
         return run_series(args)
     assert args.model is not None, "the settings were checked"
     began = time.perf_counter()
+    import torch
+
+    from topograd.cli.probe_model import hugging_face_probe, is_hugging_face, run_probe
+    from topograd.convert.card import source_name
     from topograd.convert.huggingface import local_model
     from topograd.convert.model_argument import resolve_model
+    from topograd.geometry.checkpoint import read_checkpoint
 
     folder = local_model(args.model)
-    theirs = (folder / "config.json").is_file() and not (folder / "config.toml").is_file()
+    theirs = is_hugging_face(folder)
     if not theirs:  # transformers opens more models than can be converted
         folder = resolve_model(folder)
     with work_progress(f"reading {args.model}: batches, then directions") as on_more:
         from topograd.report.geometry import write_geometry  # matplotlib
 
-        page, about, result = (_checkpoint if theirs else _run_of_ours)(args, folder, on_more)
-    results = {"model": str(args.model), **about, **result.as_dict()}
+        if theirs:
+            probe = hugging_face_probe(folder, args.text, args.device, args.dtype, labelled=False)
+            page = Path(f"{source_name(folder.resolve())}-geometry.html")
+        else:
+            probe = run_probe(folder, args.text, args.device, args.dtype)
+            page = folder / "geometry.html" if folder == args.model else Path(f"{folder.name}-geometry.html")
+        found = read_checkpoint(
+            probe.model,
+            _counted(probe.batches, on_more),
+            probe.loss,
+            outputs=probe.outputs,
+            generator=torch.Generator(probe.batches[0][0].device).manual_seed(0),
+            scans=args.scans,
+            on_scan=on_more,
+        )
+    about = {"kind": probe.kind, "step": probe.step, "text": probe.text}
+    about |= {"fresh": list(probe.fresh)} if theirs else {}
+    results = {"model": str(args.model), **about, **found.as_dict()}
     results["seconds"] = time.perf_counter() - began
     results["page"] = str(write_geometry(args.out or page, results))
     if args.json:
@@ -94,120 +96,6 @@ def run(argv: list[str]) -> int:
     else:
         _show(results)
     return 0
-
-
-def _run_of_ours(
-    args: Inspect, folder: Path, on_more: OnMore
-) -> tuple[Path, dict[str, Any], CheckpointReading]:
-    import torch
-
-    from topograd.exec.forward import stage_logits
-    from topograd.geometry.checkpoint import read_checkpoint
-    from topograd.runs.session import open_session
-
-    session = open_session(folder)
-    stack = moved(session.stack, args.device, args.dtype)
-    batches = probe_batches(session, args.text)
-    last = session.plan.predicting()[-1]
-
-    def outputs(model: Any, inputs: Tensor) -> Tensor:
-        return stage_logits(model, session.plan, last, inputs)
-
-    found = read_checkpoint(
-        stack,
-        _counted(batches, on_more),
-        outputs=outputs,
-        generator=torch.Generator(batches[0][0].device).manual_seed(0),
-        scans=args.scans,
-        on_scan=on_more,
-    )
-    source = "the run's held-out text" if args.text is None else str(args.text)
-    about = {"kind": "run", "step": session.step, "text": source}
-    page = folder / "geometry.html" if folder == args.model else Path(f"{folder.name}-geometry.html")
-    return page, about, found
-
-
-def _checkpoint(
-    args: Inspect, folder: Path, on_more: OnMore
-) -> tuple[Path, dict[str, Any], CheckpointReading]:
-    import torch
-
-    from topograd.convert import huggingface
-    from topograd.convert.card import source_name
-    from topograd.geometry.checkpoint import read_checkpoint
-
-    loaded = huggingface.load(folder, wanted_type(args.dtype, huggingface.stored_parameters(folder)))
-    for name in loaded.fresh:
-        note(f"{name} is not in the checkpoint and was made at random")
-    ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, args.text)
-    model = moved(loaded.model, args.device, args.dtype)
-    device = next(model.parameters()).device
-    rows = max(1, BATCH_TOKENS // ids.shape[1])
-    found = read_checkpoint(
-        model,
-        _counted([(part, None) for part in ids.to(device).split(rows)], on_more),
-        "cross-entropy" if loaded.causal else None,
-        outputs=loaded.hidden,
-        generator=torch.Generator(device).manual_seed(0),
-        scans=args.scans,
-        on_scan=on_more,
-    )
-    about = {"kind": loaded.config.model_type, "step": None, "text": source, "fresh": list(loaded.fresh)}
-    return Path(f"{source_name(folder.resolve())}-geometry.html"), about, found
-
-
-def probe_batches(session: LoadedTextRun, own: Path | None) -> list[tuple[Tensor, Tensor]]:
-    """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
-    from topograd.geometry.inspection import ROWS_PER_CHANNEL
-    from topograd.runs.session import heldout_text
-
-    tokens = max(MIN_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
-    text = heldout_text(session, own, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context))
-    return batches_of(text, next(session.stack.parameters()).device, tokens)
-
-
-def batches_of(text: Text, device: torch.device, tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """Rows of LENGTH tokens at most, evenly spaced over a text, `tokens` in all and no padding."""
-    import torch
-
-    from topograd.data.loader import IGNORED
-
-    sizes = (text.targets != IGNORED).sum(1).tolist()
-    length = min(LENGTH, max(sizes))
-    inputs, targets = (
-        torch.cat([row[: n // length * length].view(-1, length) for row, n in zip(part, sizes, strict=True)])
-        for part in (text.inputs, text.targets)
-    )
-    count = min(len(inputs), -(-tokens // length))
-    chosen = torch.arange(count) * len(inputs) // count
-    rows = max(1, BATCH_TOKENS // length)
-    inputs, targets = inputs[chosen].to(device), targets[chosen].to(device)
-    return list(zip(inputs.split(rows), targets.split(rows), strict=True))
-
-
-def wanted_type(asked: str | None, parameters: int) -> torch.dtype:
-    """The type that was asked for, or the default for a model of so many parameters."""
-    import torch
-
-    kind: torch.dtype = getattr(torch, asked or ("float32" if parameters > LARGE else "float64"))
-    return kind
-
-
-def moved(model: Any, device: str | None, dtype: str | None) -> Any:
-    """The model in the type and on the device that were asked for, or one line that says why not."""
-    from topograd.runs.device import usable_device
-
-    where = None if device is None else usable_device(device)
-    kind = wanted_type(dtype, sum(parameter.numel() for parameter in model.parameters()))
-    try:
-        found = model.to(device=where, dtype=kind)
-        next(found.parameters()).double()  # directions are followed in float64
-    except (RuntimeError, AssertionError, TypeError) as problem:
-        reason = " ".join(str(problem).split())[:120]
-        raise ConfigError(
-            f"--device {device} cannot be used ({reason})", remedy="choose cpu or cuda"
-        ) from None
-    return found
 
 
 def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:

@@ -16,9 +16,10 @@ from topograd.cli.progress import work_progress
 from topograd.errors import RunError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from topograd.cli.inspect import Inspect
+    from topograd.cli.probe_model import ProbeModel
 
 MAX_BATCHES = 6
 """Of the probe: each checkpoint is read on the same."""
@@ -45,12 +46,9 @@ class Opened:
     """One checkpoint, on the device and in the type that were asked for."""
 
     step: int
-    model: nn.Module
-    batches: list[tuple[Tensor, Tensor]]
-    outputs: Callable[[Any, Any], Tensor]
+    probe: ProbeModel
     fresh: Callable[[], nn.Module]
     """A random model of its shape."""
-    text: str
 
 
 def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
@@ -66,10 +64,11 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
             on_more(done, len(checkpoints))
             one = opened()
             if reader is None:
-                reader = SeriesReader(one.batches[:MAX_BATCHES], one.outputs, SAMPLING)
-                random = SeriesReader(reader.batches, one.outputs, None).read(one.fresh(), 0)
-                text = one.text
-            points.append(reader.read(one.model, one.step))
+                probe = one.probe
+                reader = SeriesReader(probe.batches[:MAX_BATCHES], probe.outputs, SAMPLING)
+                random = SeriesReader(reader.batches, probe.outputs, None).read(one.fresh(), 0)
+                text = probe.text
+            points.append(reader.read(one.probe.model, one.step))
             on_more(done + 1, len(checkpoints))
     assert reader is not None
     assert random is not None
@@ -105,24 +104,19 @@ def _own_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
 def _open_own(args: Inspect, folder: Path, name: str) -> Opened:
     import torch
 
-    from topograd.cli.inspect import moved, probe_batches
-    from topograd.exec.forward import stage_logits
-    from topograd.runs.session import build_stack, open_session
+    from topograd.cli.probe_model import moved, run_probe
+    from topograd.runs.session import build_stack
 
-    session = open_session(folder, name)
-    plan, last = session.plan, session.plan.predicting()[-1]
-
-    def outputs(model: Any, inputs: Tensor) -> Tensor:
-        return stage_logits(model, plan, last, inputs)
+    probe = run_probe(folder, args.text, args.device, args.dtype, name)
+    session = probe.session
+    assert session is not None, "a run has one"
 
     def fresh() -> nn.Module:
         torch.manual_seed(session.config.seed)
         made: nn.Module = moved(build_stack(session.config)[0].eval(), args.device, args.dtype)
         return made
 
-    stack, batches = moved(session.stack, args.device, args.dtype), probe_batches(session, args.text)
-    source = "the run's held-out text" if args.text is None else str(args.text)
-    return Opened(session.step, stack, batches, outputs, fresh, source)
+    return Opened(session.step, probe, fresh)
 
 
 def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
@@ -143,8 +137,7 @@ def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], 
 def _open_hugging_face(args: Inspect, step: int, folder: Path) -> Opened:
     import torch
 
-    from topograd.cli.inspect import moved
-    from topograd.cli.probe_model import hugging_face_probe
+    from topograd.cli.probe_model import hugging_face_probe, moved
 
     probe = hugging_face_probe(folder, args.text, args.device, args.dtype)
 
@@ -154,7 +147,7 @@ def _open_hugging_face(args: Inspect, step: int, folder: Path) -> Opened:
         made: nn.Module = moved(type(model)(model.config).eval(), args.device, args.dtype)
         return made
 
-    return Opened(step, probe.model, probe.batches, probe.outputs, fresh, probe.text)
+    return Opened(step, probe, fresh)
 
 
 def _step_of(folder: Path) -> int:

@@ -7,13 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topograd.cli.console import note
-from topograd.cli.inspect import BATCH_TOKENS, moved, probe_batches, wanted_type
-from topograd.errors import CheckpointError
+from topograd.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import Tensor, nn
+
+    from topograd.data.windows import Text
+    from topograd.runs.session import LoadedTextRun
+
+MIN_TOKENS = 4096
+"""That a run is read on, if its text has them; and `ROWS_PER_CHANNEL` for each channel of its stream."""
+TOKEN_BYTES = 10
+"""Of text for a token: more than it has, as short documents are left out."""
+LENGTH = 128
+"""Tokens of a row: with thousands, attention and logits cost more than they say."""
+LARGE = 50_000_000
+"""Parameters from which on a model runs in float32, unless it was asked for otherwise."""
+BATCH_TOKENS = 256
+"""Of the batches: what a backward pass holds of SmolLM2 is 2 MB a token."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +35,22 @@ class ProbeModel:
     """A model, batches (inputs, targets) of text, and how its logits are had."""
 
     model: nn.Module
-    batches: list[tuple[Tensor, Tensor]]
+    batches: list[tuple[Tensor, Tensor | None]]
     outputs: Callable[[Any, Any], Tensor]
     text: str
     """Where it comes from."""
+    kind: str
+    loss: str | None = "cross-entropy"
+    """None where there are no labels."""
+    fresh: tuple[str, ...] = ()
+    """Parameters that a checkpoint does not hold."""
+    session: LoadedTextRun | None = None
+    """Of a run."""
+
+    @property
+    def step(self) -> int | None:
+        """Of a run's checkpoint."""
+        return None if self.session is None else self.session.step
 
 
 def open_probe(model: Path, text: Path | None, device: str | None, dtype: str | None) -> ProbeModel:
@@ -35,7 +61,7 @@ def open_probe(model: Path, text: Path | None, device: str | None, dtype: str | 
     folder = local_model(model)
     if is_hugging_face(folder):
         return hugging_face_probe(folder, text, device, dtype)
-    return _run_probe(resolve_model(folder), text, device, dtype)
+    return run_probe(resolve_model(folder), text, device, dtype)
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -43,11 +69,14 @@ def is_hugging_face(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not (folder / "config.toml").is_file()
 
 
-def _run_probe(folder: Path, text: Path | None, device: str | None, dtype: str | None) -> ProbeModel:
+def run_probe(
+    folder: Path, text: Path | None, device: str | None, dtype: str | None, name: str | None = None
+) -> ProbeModel:
+    """A run at its last checkpoint, or at that of this name."""
     from topograd.exec.forward import stage_logits
     from topograd.runs.session import open_session
 
-    session = open_session(folder)
+    session = open_session(folder, name)
     stack = moved(session.stack, device, dtype)
     plan, last = session.plan, session.plan.predicting()[-1]
 
@@ -55,16 +84,18 @@ def _run_probe(folder: Path, text: Path | None, device: str | None, dtype: str |
         return stage_logits(model, plan, last, inputs)
 
     source = "the run's held-out text" if text is None else str(text)
-    return ProbeModel(stack, probe_batches(session, text), outputs, source)
+    return ProbeModel(stack, [*probe_batches(session, text)], outputs, source, "run", session=session)
 
 
-def hugging_face_probe(folder: Path, text: Path | None, device: str | None, dtype: str | None) -> ProbeModel:
-    """A causal language model; every token is predicted from those before it."""
+def hugging_face_probe(
+    folder: Path, text: Path | None, device: str | None, dtype: str | None, *, labelled: bool = True
+) -> ProbeModel:
+    """A causal language model, every token predicted from those before it; without labels also any other."""
     from topograd.convert import huggingface
 
     loaded = huggingface.load(folder, wanted_type(dtype, huggingface.stored_parameters(folder)))
-    if not loaded.causal:
-        kind = loaded.config.model_type
+    kind = loaded.config.model_type
+    if labelled and not loaded.causal:
         raise CheckpointError(
             f"{folder} ({kind}) does not predict the next token, so that it has no loss here",
             setting="model",
@@ -75,7 +106,61 @@ def hugging_face_probe(folder: Path, text: Path | None, device: str | None, dtyp
         note(f"{name} is not in the checkpoint and was made at random")
     ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, text)
     model = moved(loaded.model, device, dtype)
-    ids = ids.to(next(model.parameters()).device)
-    rows = max(1, BATCH_TOKENS // ids.shape[1])
-    batches = [(part[:, :-1], part[:, 1:]) for part in ids.split(rows)]
-    return ProbeModel(model, batches, loaded.hidden, source)
+    rows = ids.to(next(model.parameters()).device).split(max(1, BATCH_TOKENS // ids.shape[1]))
+    batches = [(part[:, :-1], part[:, 1:]) if labelled else (part, None) for part in rows]
+    loss = "cross-entropy" if loaded.causal else None
+    return ProbeModel(model, batches, loaded.hidden, source, kind, loss, loaded.fresh)
+
+
+def probe_batches(session: LoadedTextRun, own: Path | None) -> list[tuple[Tensor, Tensor]]:
+    """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
+    from topograd.geometry.inspection import ROWS_PER_CHANNEL
+    from topograd.runs.session import heldout_text
+
+    tokens = max(MIN_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
+    text = heldout_text(session, own, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context))
+    return batches_of(text, next(session.stack.parameters()).device, tokens)
+
+
+def batches_of(text: Text, device: torch.device, tokens: int) -> list[tuple[Tensor, Tensor]]:
+    """Rows of LENGTH tokens at most, evenly spaced over a text, `tokens` in all and no padding."""
+    import torch
+
+    from topograd.data.loader import IGNORED
+
+    sizes = (text.targets != IGNORED).sum(1).tolist()
+    length = min(LENGTH, max(sizes))
+    inputs, targets = (
+        torch.cat([row[: n // length * length].view(-1, length) for row, n in zip(part, sizes, strict=True)])
+        for part in (text.inputs, text.targets)
+    )
+    count = min(len(inputs), -(-tokens // length))
+    chosen = torch.arange(count) * len(inputs) // count
+    rows = max(1, BATCH_TOKENS // length)
+    inputs, targets = inputs[chosen].to(device), targets[chosen].to(device)
+    return list(zip(inputs.split(rows), targets.split(rows), strict=True))
+
+
+def wanted_type(asked: str | None, parameters: int) -> torch.dtype:
+    """The type that was asked for, or the default for a model of so many parameters."""
+    import torch
+
+    kind: torch.dtype = getattr(torch, asked or ("float32" if parameters > LARGE else "float64"))
+    return kind
+
+
+def moved(model: Any, device: str | None, dtype: str | None) -> Any:
+    """The model in the type and on the device that were asked for, or one line that says why not."""
+    from topograd.runs.device import usable_device
+
+    where = None if device is None else usable_device(device)
+    kind = wanted_type(dtype, sum(parameter.numel() for parameter in model.parameters()))
+    try:
+        found = model.to(device=where, dtype=kind)
+        next(found.parameters()).double()  # directions are followed in float64
+    except (RuntimeError, AssertionError, TypeError) as problem:
+        reason = " ".join(str(problem).split())[:120]
+        raise ConfigError(
+            f"--device {device} cannot be used ({reason})", remedy="choose cpu or cuda"
+        ) from None
+    return found

@@ -53,7 +53,7 @@ from topograd.geometry.gram_sums import remembered
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
 from topograd.geometry.jets import Jet
 from topograd.geometry.layer_fisher import SAMPLES, LayerFisher, read_layers
-from topograd.geometry.line_scan import Probe, each_sample, short_example
+from topograd.geometry.line_scan import InDouble, Probe, each_sample, short_example
 from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError, loss_named
 from topograd.geometry.paths import Likelihood
 from topograd.geometry.rates import POINTS as RATE_POINTS
@@ -73,6 +73,8 @@ POINTS = 6
 SCANNED = 1e9
 """Parameters times directions that are scanned."""
 MIN_SCANS = 6
+SEARCHED = 16
+"""Tokens that symmetries are looked for on: of any they are exact."""
 SEVERAL = 3
 """Directions of a layer whose Fisher is read."""
 ALONG = 1 - 1e-8
@@ -182,8 +184,9 @@ def read_checkpoint(
         fishers = read_layers(
             model, samples, loss_named(loss), directions, n_beta, outputs=outputs, generator=generator
         )
+    few = short_example(example, parameters, SEARCHED)
+    search = find_symmetries(model, InDouble(model, few, outputs), softmax=softmax)
     probe = Probe(model, example, likelihood, outputs, layers)
-    search = find_symmetries(model, probe.outputs_with, softmax=softmax)
     refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
     if loss is not None and not known:
         refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from topograd.geometry.layers import Call
+if TYPE_CHECKING:
+    from topograd.geometry.layers import Call
 
 T = TypeVar("T")
 WIDEST = 8192
