@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BATCHES = 4
 """Of the text; each step of a chain takes one of them."""
+DRAWS = 40
 SEARCHED = 80
 """Gradients that the search for a step takes, about."""
 
@@ -37,7 +38,7 @@ class Coefficient:
     """How many layers are sampled, evenly spaced, first and last included; by default all."""
     heads: bool = False
     """Heads of these layers instead of whole layers."""
-    draws: int = 40
+    draws: int = DRAWS
     """Of each of 4 chains, 4 steps apart, behind as many steps of burn-in. More cost more, and need a weaker
     pull towards the weights (localization), which hides flat directions."""
     text: Path | None = None
@@ -56,14 +57,13 @@ def run(argv: list[str]) -> int:
     """Sample, print, return the exit code."""
     args = parse(Coefficient, argv, "coefficient")
     from topograd.cli.probe_model import open_probe
-    from topograd.geometry.singular.langevin import Langevin
     from topograd.geometry.singular.parts import head_parts, layer_parts
 
     probe = open_probe(args.model, args.text, args.device, args.dtype)
     parts = layer_parts(probe.model, args.layers)
     if args.heads:
         parts = [head for layer in parts for head in head_parts(probe.model, layer.name)]
-    settings = Langevin(chains=4, burn_in=4 * args.draws, draws=args.draws, thin=4, control=True)
+    settings = command_settings(args.draws)
     estimate = expected_seconds(probe, settings, parts)
     note(f"{len(parts)} parts: about {_duration(estimate)}, by one gradient timed here")
     began = time.perf_counter()
@@ -76,6 +76,13 @@ def run(argv: list[str]) -> int:
     else:
         _show(results)
     return 0
+
+
+def command_settings(draws: int) -> Langevin:
+    """How so many draws are made."""
+    from topograd.geometry.singular.langevin import Langevin
+
+    return Langevin(chains=4, burn_in=4 * draws, draws=draws, thin=4, control=True)
 
 
 def expected_seconds(probe: ProbeModel, settings: Langevin, parts: Sequence[Part]) -> float:
