@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ BATCHES = 4
 DRAWS = 40
 SEARCHED = 80
 """Gradients that the search for a step takes, about."""
+
+
+TIMED = 3
+"""Gradients whose median the estimate is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ def run(argv: list[str]) -> int:
         parts = [head for layer in parts for head in head_parts(probe.model, layer.name)]
     settings = command_settings(args.draws)
     estimate = expected_seconds(probe, settings, parts)
-    note(f"{len(parts)} parts: about {_duration(estimate)}, by one gradient timed here")
+    note(f"{len(parts)} parts: about {_duration(estimate)}, by gradients timed here")
     began = time.perf_counter()
     with work_progress(f"sampling {args.model}: steps of chains") as on_more:
         found = sample_parts(probe, settings, parts, on_more)
@@ -86,7 +91,7 @@ def command_settings(draws: int) -> Langevin:
 
 
 def expected_seconds(probe: ProbeModel, settings: Langevin, parts: Sequence[Part]) -> float:
-    """From one gradient of a batch by the weights of a part in the middle."""
+    """From the median of some gradients of a batch by the weights of a part in the middle."""
     from topograd.geometry.singular.langevin import Target
     from topograd.geometry.singular.terms import sampled_weights
 
@@ -94,9 +99,12 @@ def expected_seconds(probe: ProbeModel, settings: Langevin, parts: Sequence[Part
     target = Target(probe.model, "cross-entropy", list(batches), probe.outputs)
     center = sampled_weights(probe.model, parts[len(parts) // 2].weights)
     float(target.gradient(center, batches[0])[0])  # the first is slower
-    began = time.perf_counter()
-    float(target.gradient(center, batches[0])[0])
-    return len(parts) * (settings.chains * settings.steps + SEARCHED) * (time.perf_counter() - began)
+    seconds = []
+    for _ in range(TIMED):
+        began = time.perf_counter()
+        float(target.gradient(center, batches[0])[0])
+        seconds.append(time.perf_counter() - began)
+    return len(parts) * (settings.chains * settings.steps + SEARCHED) * statistics.median(seconds)
 
 
 def sample_parts(

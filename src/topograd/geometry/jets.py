@@ -53,7 +53,7 @@ def read_jet(along: Along, size: Callable[[Tensor], float], floor: float) -> Jet
     for order in range(1, MOST + 1):
         function = _derivative(below)
         # one pass gives this coefficient and the next
-        value, change = jvp(function, (zero,), (one,)) if order < MOST else (function(zero), None)
+        value, change = jvp(function, (zero,), (one,))[:2] if order < MOST else (function(zero), None)
         leading = size(value) / math.factorial(order) ** 2
         if leading > floor:
             following = 0.0 if change is None else size(change) / math.factorial(order + 1) ** 2

@@ -333,9 +333,9 @@ class _Search(Response):
         for path, norm in self.model.named_modules():
             if path not in every or not isinstance(norm, nn.LayerNorm) or len(norm.normalized_shape) != 1:
                 continue
-            gain, beta = (None if p is None else self.names[id(p)] for p in (norm.weight, norm.bias))
-            if norm.bias is not None and not norm.bias.any():
-                beta = None
+            gain = None if norm.weight is None else self.names[id(norm.weight)]
+            zero = norm.bias is None or not norm.bias.any()
+            beta = None if zero else self.names[id(norm.bias)]
             maps = [self.maps[reader] for reader in self.calls.readers.get(path, ())]
             maps += self._packed(path)
             for one in dict.fromkeys(maps):
