@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from topograd.geometry import checkpoint
+from topograd.geometry import checkpoint, inspection
 from topograd.geometry.factors import kfac_factors
 from topograd.geometry.inspection import inspect
 from topograd.nn.gpt import GPT
@@ -97,34 +96,48 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
-PHASES = ("inspect", "_candidates", "read_layers", "Probe", "find_symmetries")
-"""Functions of `geometry/checkpoint.py` that are timed; the rest is scans."""
+PHASES: tuple[tuple[Any, str], ...] = (
+    (inspection, "reduce_batches"),
+    (inspection, "spectrum"),
+    (inspection.KernelMonitor, "readings"),
+    (inspection, "_profiles"),
+    (checkpoint._Candidates, "take"),
+    (checkpoint, "read_layers"),
+    (checkpoint, "Probe"),
+    (checkpoint, "find_symmetries"),
+    (checkpoint._Scanner, "read"),
+    (checkpoint._Scanner, "joint"),
+)
+"""Functions of a reading that are timed."""
 
 
 @contextmanager
-def phases() -> Iterator[dict[str, list[float]]]:
-    """Seconds of the clock and of the processor in each of PHASES."""
-    spent: dict[str, list[float]] = {}
+def phases() -> Iterator[dict[str, dict[str, float]]]:
+    """Seconds of the clock and of the processor in each of PHASES, and the most memory held until its end."""
+    spent: dict[str, dict[str, float]] = {}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter(), time.process_time()
             found = function(*args, **kwargs)
-            found = list(found) if name == "_candidates" else found
-            spent[name] = [time.perf_counter() - began[0], time.process_time() - began[1]]
-            print(name, spent[name], f"{peak_gigabytes():.2f} GB", file=sys.stderr, flush=True)
+            before = spent.get(name, {"seconds": 0.0, "processor_seconds": 0.0})
+            spent[name] = {
+                "seconds": before["seconds"] + time.perf_counter() - began[0],
+                "processor_seconds": before["processor_seconds"] + time.process_time() - began[1],
+                "peak_gigabytes": peak_gigabytes(),
+            }
             return found
 
         return run
 
-    own = {name: getattr(checkpoint, name) for name in PHASES}
+    own = [(owner, name, getattr(owner, name)) for owner, name in PHASES]
     try:
-        for name, function in own.items():
-            setattr(checkpoint, name, timed(name, function))
+        for owner, name, function in own:
+            setattr(owner, name, timed(name, function))
         yield spent
     finally:
-        for name, function in own.items():
-            setattr(checkpoint, name, function)
+        for owner, name, function in own:
+            setattr(owner, name, function)
 
 
 def read_model(settings: Settings) -> dict[str, Any]:
@@ -160,6 +173,10 @@ def peak_gigabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+HALF = 9 / 16
+"""Of a sum that is stored (`geometry/gram_sums.py`)."""
+
+
 def read_block(settings: Settings) -> dict[str, Any]:
     """Processor seconds and memory of a layer and of the rest, and those of the whole model."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -180,25 +197,21 @@ def read_block(settings: Settings) -> dict[str, Any]:
         model = LlamaForCausalLM(config).eval()
         ids = torch.randint(vocab, (settings.tokens // 128, 129))
         batches = [(row[:, :-1], row[:, 1:]) for row in ids.split(1)]
-        began = time.process_time()
-        whole = inspect(model, batches, generator=torch.Generator().manual_seed(0))
-        fixed = time.process_time()  # with spectra, which do not grow with the tokens
-        found = list(checkpoint._candidates(model, whole.factors, whole.layouts))
-        costs.append([fixed - began, time.process_time() - fixed])
-        sides = [x for pair in whole.factors.values() for x in pair if isinstance(x, torch.Tensor)]
-        held.append(sum(x.numel() * x.element_size() for x in (*sides, *model.parameters())))
-        spectra = time.process_time()
-        for x in sides:
-            torch.linalg.eigvalsh(x)
-        costs[-1].append(time.process_time() - spectra)
-        del model, whole, found
+        flat = checkpoint._Candidates(model)
+        with phases() as spent:
+            whole = inspect(model, batches, generator=torch.Generator().manual_seed(0), on_factors=flat.take)
+        costs.append([spent[name]["processor_seconds"] for name in ("reduce_batches", "take", "spectrum")])
+        sides = [one for layer in whole.layers.values() for one in (layer.A, layer.G) if one is not None]
+        weights = sum(x.numel() * x.element_size() for x in model.parameters())
+        held.append(weights + sum(8 * one.size**2 * HALF for one in sides if not one.sketched))
+        del model, whole, flat
     layer = [second - first for first, second in zip(*costs, strict=True)]
     rest = [first - one for first, one in zip(costs[0], layer, strict=True)]
     times = 10 * width / settings.tokens
 
     def total(parts: list[float]) -> float:
         passes, bottoms, spectra = parts
-        return (passes - spectra) * times + bottoms + spectra
+        return passes * times + bottoms + spectra
 
     bytes_of_layer = held[1] - held[0]
     return {

@@ -1,6 +1,7 @@
 """The sampled learning coefficient against exact ones, at equal gradients, beside devinterp where it is.
 
     python benchmarks/learning_coefficient.py [--seeds 3] [--draws 200] [--json]
+    python benchmarks/learning_coefficient.py --profile MODEL [--threads 2]
 
 Each case is a linear network at the most singular parameter of its truth, where the local coefficient is the
 global one and known exactly (`papers/dead_directions/families/deep_linear.py`). Ours is
@@ -8,6 +9,10 @@ global one and known exactly (`papers/dead_directions/families/deep_linear.py`).
 (loss of the batches along the chain less one loss at the start, which all chains share), with our step, γ and
 nβ, as it looks for none. devinterp is no dependency: give its place with PYTHONPATH, or it is left out.
 Errors are over seeds, each with its data.
+
+`--profile`: seconds of a step of `topograd coefficient MODEL` in the first, middle, last layer: a gradient,
+the forward pass in it, and the noise; what all layers take by them, what the command says before it begins,
+and how many gradients a layer may take if all are to be done in `GOAL` seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +20,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +35,17 @@ from torch import Tensor, nn
 
 import clone  # noqa: F401  (for what is not installed)
 from papers.dead_directions.families.deep_linear import deep_linear_coefficient
+from topograd.cli.coefficient import BATCHES, DRAWS, SEARCHED, command_settings, expected_seconds
+from topograd.cli.probe_model import open_probe
 from topograd.geometry import learning_coefficient
 from topograd.geometry.singular.coefficient import LearningCoefficient
-from topograd.geometry.singular.langevin import Langevin
+from topograd.geometry.singular.langevin import Langevin, Noise, Target
+from topograd.geometry.singular.parts import layer_parts
+from topograd.geometry.singular.terms import sampled_weights
 
+GOAL = 1800.0
+PROFILED = 3
+"""Passes of which the median is taken."""
 CASES = (((5, 2, 4), 1), ((4, 3, 4), 2), ((3, 3, 3, 3), 1), ((4, 2, 2, 3), 0))
 
 
@@ -42,6 +59,9 @@ class Settings:
     burn_in: int = 500
     draws: int = 200
     noise: float = 1.0
+    profile: Path | None = None
+    """A model whose layers are profiled."""
+    threads: int | None = None
     json: bool = False
 
 
@@ -133,12 +153,65 @@ def measure(settings: Settings) -> dict[str, Any]:
     return {"cases": rows, "peer": peer}
 
 
+def profile(model: Path) -> dict[str, Any]:
+    """What a step in three layers costs, and all of them."""
+    probe = open_probe(model, None, None, None)
+    parts = layer_parts(probe.model)
+    settings = command_settings(DRAWS)
+    began = time.perf_counter()
+    said = expected_seconds(probe, settings, parts)
+    until_said = time.perf_counter() - began
+    target = Target(probe.model, "cross-entropy", list(probe.batches[:BATCHES]), probe.outputs)
+    rows = []
+    for part in (parts[0], parts[len(parts) // 2], parts[-1]):
+        center = sampled_weights(probe.model, part.weights)
+        noise = Noise(0)
+        rows.append(
+            {
+                "layer": part.name,
+                "weights": target.moving(center),
+                "gradient": _median(partial(target.gradient, center, target.batches[0])),
+                "forward": _median(partial(target.losses, center)) / len(target.batches),
+                "noise": _median(lambda c=center, n=noise: [n.like(w) for w in c.values()]),  # type: ignore[misc]
+            }
+        )
+    mean = sum(row["gradient"] + row["noise"] for row in rows) / len(rows)
+    gradients = settings.chains * settings.steps + SEARCHED
+    return {
+        "layers": len(parts),
+        "tokens_of_a_gradient": probe.batches[0][0].numel(),
+        "gradients_of_a_layer": gradients,
+        "profile": rows,
+        "seconds_of_all": len(parts) * gradients * mean,
+        "seconds_said": said,
+        "seconds_until_said": until_said,
+        "gradients_in_the_goal": GOAL / (len(parts) * mean),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _median(run: Callable[[], object]) -> float:
+    """Seconds, after one run that is slower."""
+    run()
+    seconds = []
+    for _ in range(PROFILED):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
 def _rms(errors: list[float]) -> float:
     return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
 def main(settings: Settings) -> None:
     """Measure and print."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    if settings.profile is not None:
+        print(json.dumps(profile(settings.profile), indent=1))
+        return
     results = measure(settings)
     if settings.json:
         print(json.dumps(results))

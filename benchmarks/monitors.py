@@ -30,7 +30,8 @@ Intervals are the middle 90 % over `DRAWS` bootstrap draws of seeds, calm and br
 drawn anew. A gain whose interval holds 0 is undecided.
 
     cost         a step with the monitor over one without, on a larger GPT, in turns, by processor time, hooks
-                 included; `least` is the ratio of the fastest rounds; goal ≤ 1.03
+                 included; `least` is the ratio of the fastest rounds, `inside` what the readings took alone,
+                 `not_read` the signals that were off; goal ≤ 1.03
 
 Source: faults after what is reported of large runs (spikes, bad shards, dead units, exploding logits) and
 "Dead Directions: Geometric Singular Learning", Algorithm 1 (expansion); the benchmark is ours.
@@ -431,18 +432,34 @@ def bench_monitors(settings: Settings, on_more: OnMore | None = None) -> dict[st
     return {**results, "cost": measure_cost(settings) if settings.rounds else None}
 
 
+COSTS: Mapping[str, dict[str, int]] = {
+    "default": {},
+    "each_step": {"every": 1, "slow_every": 1},
+    "with_sharpness": {},
+}
+"""The monitor at its defaults, with a reading of everything at each step, and at its defaults with the
+critical sharpness, which takes up to seven forward passes at every slow reading."""
+
+
 def measure_cost(settings: Settings) -> dict[str, Any]:
-    """A step with the monitor at its defaults, and with a reading each step, over one without."""
+    """A step with the monitor over one without, and which signals it read."""
     torch.manual_seed(0)
     inputs = torch.randint(VOCAB, (settings.cost_rows, 128))
-    steps, inside = {}, {"default": 0.0, "each_step": 0.0}
-    for name, every in (("plain", None), ("default", None), ("each_step", 1)):
+    steps, inside = {}, dict.fromkeys(COSTS, 0.0)
+    read: dict[str, set[str]] = {name: set() for name in COSTS}
+    for name in ("plain", *COSTS):
         model = GPT(layers=4, width=128, heads=4, vocab=VOCAB, context=128)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         monitor = None
-        if name != "plain":
-            more = {} if every is None else {"every": every, "slow_every": every}
-            monitor = EarlyWarning(model, head="head", optimizer=optimizer, **more)  # type: ignore[arg-type]
+        if name in COSTS:
+            monitor = EarlyWarning(
+                model,
+                head="head",
+                optimizer=optimizer,
+                again=partial(loss_of, model, (inputs, inputs)) if name == "with_sharpness" else None,
+                writer=lambda step, values, seen=read[name]: seen.update(values.keys() & SIGNALS.keys()),  # type: ignore[misc]
+                **COSTS[name],
+            )
             monitor.__enter__()
         steps[name] = _stepping(model, optimizer, monitor, inputs, partial(_add, inside, name))
     clocks = {name: partial(_clock, run) for name, run in steps.items()}
@@ -454,6 +471,7 @@ def measure_cost(settings: Settings) -> dict[str, Any]:
             **ratio(seconds, name, "plain").as_dict(),
             "least": least[name] / least["plain"],
             "inside": 1 + inside[name] / plain,
+            "not_read": sorted(SIGNALS.keys() - read[name]),
         }
         for name in inside
     } | {

@@ -40,7 +40,8 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch, gram, reduce_batches
+from topograd.geometry.factors import Batch, reduce_batches
+from topograd.geometry.gram_sums import gram
 from topograd.geometry.layers import Call
 from topograd.geometry.losses import Fisher, loss_named
 

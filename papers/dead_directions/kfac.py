@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from topograd.errors import OptimError
-from topograd.geometry.factors import GramSums
+from topograd.geometry.gram_sums import GramSums
 from topograd.geometry.layers import Call, CallTracer
 
 REST = 0.1

@@ -79,6 +79,8 @@ def test_the_cost_is_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitors, "COST_STEPS", 1)
     found = monitors.measure_cost(Settings(rounds=1, cost_rows=1))
     assert found["default"]["median"] > 0
+    assert "critical_sharpness" in found["default"]["not_read"], "it is asked for with again="
+    assert {"critical_sharpness", "rank", "anisotropy"}.isdisjoint(found["with_sharpness"]["not_read"])
     assert found["goal"] == 1.03
 
 

@@ -111,6 +111,38 @@ def test_as_json() -> None:
     assert again["layers"]["head"]["A"]["size"] == 6
 
 
+def test_a_stream_that_collapses_is_json() -> None:
+    """Its trend is -∞."""
+    model = net()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith("blocks") and "linear" in name:
+                parameter.zero_()
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: output * torch.eye(6).double()[0])
+    found = inspect(model, batches())
+    assert found.stream is not None
+    assert found.stream.trend == float("-inf")
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["stream"]["trend"] is None
+
+
+def test_factors_are_given_one_layer_after_the_other_or_kept() -> None:
+    kept = inspect(net(), batches(), generator=torch.Generator().manual_seed(0))
+    seen: dict[str, Any] = {}
+    taken = inspect(
+        net(),
+        batches(),
+        generator=torch.Generator().manual_seed(0),
+        on_factors=lambda layer, A, G, layout: seen.update({layer: (A, G)}),
+    )
+    assert not taken.factors
+    assert list(seen) == list(kept.factors) == list(kept.layers)
+    for layer, pair in seen.items():
+        for one, other in zip(pair, kept.factors[layer], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert taken.as_dict() == kept.as_dict()
+
+
 def test_our_gpt() -> None:
     torch.manual_seed(0)
     stack = GPT(layers=2, width=16, heads=2, vocab=20, context=8).double()

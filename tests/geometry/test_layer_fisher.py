@@ -54,6 +54,32 @@ def test_scores_have_the_fisher_of_positions_that_see_each_other(layer: str) -> 
         assert reading.interval[0] < reading.fisher < reading.interval[1]
 
 
+def test_a_layer_that_some_samples_do_not_reach_counts_as_zero_there() -> None:
+    """As an expert that no token of a sample is sent to."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.base, self.expert = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.base(x)
+            return y + self.expert(x) if x[0, 0] > 0 else y
+
+    model = Routed().double()
+    torch.manual_seed(1)
+    x = torch.randn(800, 3).double()
+    ends = torch.eye(3).double()[:, :1], torch.eye(2).double()[:, :1]
+    samples = [(one[None], None) for one in x]
+    generator = torch.Generator().manual_seed(0)
+    directions = dict.fromkeys(("base", "expert"), (*ends, 1.0))
+    found = read_layers(model, samples, CrossEntropy(), directions, 10.0, generator=generator)
+    p = (model.base(x) + model.expert(x)).softmax(-1)[:, 0].detach()
+    exactly = float((p * (1 - p) * x[:, 0].square() * (x[:, 0] > 0)).mean())
+    assert found["expert"][0].fisher == pytest.approx(exactly, rel=0.15)
+
+
 @pytest.mark.parametrize("fisher", [1e-6, 0.01, 0.3, 2.0, 50.0])
 def test_the_share_of_a_parabola(fisher: float) -> None:
     a = 100 * fisher / 2

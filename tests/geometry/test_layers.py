@@ -42,6 +42,19 @@ def watched(model: nn.Module, *inputs: Tensor, unwanted: str | None = None) -> t
     return watch, seen
 
 
+class Columns(nn.Module):
+    """W x of columns, as Mamba's steps."""
+
+    bias = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight @ x
+
+
 CONVOLUTIONS: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.Conv2d(2, 3, 3), (4, 2, 7, 6)),
     (nn.Conv2d(2, 3, (2, 3), stride=(2, 1), padding=(1, 2), dilation=(3, 1)), (4, 2, 7, 6)),
@@ -57,6 +70,7 @@ DENSE: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.Linear(3, 2, bias=False), (5, 4, 3)),
     (nn.Linear(3, 2), (3,)),
     (Conv1D(2, 3), (5, 4, 3)),
+    (Columns(), (4, 3, 5)),
 ]
 
 
@@ -89,7 +103,10 @@ def test_products_and_what_is_none() -> None:
         call = recognise(func, (x, W), {})
         assert isinstance(call, Call)
         assert call.sides == (3, 2)
-    assert recognise(torch.matmul, (x, torch.randn(4, 3, 2)), {}) is None
+    of_columns = recognise(torch.matmul, (x, torch.randn(4, 3, 2)), {})
+    assert isinstance(of_columns, Call)
+    assert (of_columns.weight is x, of_columns.sides) == (True, (3, 5)), "the first is the weight, if any is"
+    assert recognise(torch.matmul, (torch.randn(4, 5, 3), torch.randn(4, 3, 2)), {}) is None
     assert recognise(torch.addmm, (torch.zeros(2), x, W), {"alpha": 2.0}) is None
     assert recognise(torch.add, (x, x), {}) is None
     assert recognise(F.linear, (x,), {"weight": W.T, "bias": None}) is not None

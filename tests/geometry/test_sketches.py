@@ -23,7 +23,7 @@ def test_a_sketch_has_the_leading_eigenpairs_and_the_trace() -> None:
     sketch = Sketch(90, h)
     for part in h.split(150):
         sketch.add(part)
-    found = sketch.factor(len(h))
+    found = sketch.mean(len(h))
     values, vectors = torch.linalg.eigh(M)
     assert found.trace == pytest.approx(float(M.trace()))
     assert torch.allclose(found.values[:20], values.flip(0)[:20], rtol=1e-3)
@@ -66,4 +66,4 @@ def test_wide_layers_are_sketched_and_the_others_formed(monkeypatch: pytest.Monk
     assert found.layers["0"].A.trace == pytest.approx(float(exact["0"].A.trace()))
     assert found.layers["0"].G is not None
     assert found.layers["0"].G.trace == pytest.approx(float(exact["0"].G.trace()))
-    assert isinstance(Sketch(4, torch.ones(1)).factor(1), Sketched)
+    assert isinstance(Sketch(4, torch.ones(1)).mean(1), Sketched)

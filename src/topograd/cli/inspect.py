@@ -6,19 +6,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from rich.table import Table
 
 from topograd.cli.console import DASH, Json, grid, note, out, parse, show
-from topograd.cli.probe_model import BATCH_TOKENS, moved, run_probe, wanted_type
+from topograd.cli.probe_model import run_probe
 from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import ConfigError
 from topograd.limits import REPEATS, check_numbers
-
-if TYPE_CHECKING:
-    from topograd.geometry.checkpoint import CheckpointReading
 
 T = TypeVar("T")
 
@@ -60,72 +57,43 @@ def run(argv: list[str]) -> int:
         return run_series(args)
     assert args.model is not None, "the settings were checked"
     began = time.perf_counter()
+    import torch
+
+    from topograd.cli.probe_model import hugging_face_probe, is_hugging_face
+    from topograd.convert.card import source_name
     from topograd.convert.huggingface import local_model
     from topograd.convert.model_argument import resolve_model
+    from topograd.geometry.checkpoint import read_checkpoint
 
     folder = local_model(args.model)
-    theirs = (folder / "config.json").is_file() and not (folder / "config.toml").is_file()
+    theirs = is_hugging_face(folder)
     if not theirs:  # transformers opens more models than can be converted
         folder = resolve_model(folder)
     with work_progress(f"reading {args.model}: batches, then directions") as on_more:
         from topograd.report.geometry import write_geometry  # matplotlib
 
-        page, about, result = (_checkpoint if theirs else _run_of_ours)(args, folder, on_more)
-    results = {"model": str(args.model), **about, **result.as_dict()}
+        if theirs:
+            probe = hugging_face_probe(folder, args.text, args.device, args.dtype, labelled=False)
+            page = Path(f"{source_name(folder.resolve())}-geometry.html")
+        else:
+            probe = run_probe(folder, args.text, args.device, args.dtype)
+            page = folder / "geometry.html" if folder == args.model else Path(f"{folder.name}-geometry.html")
+        found = read_checkpoint(
+            probe.model,
+            _counted(probe.batches, on_more),
+            probe.loss,
+            outputs=probe.outputs,
+            generator=torch.Generator(probe.batches[0][0].device).manual_seed(0),
+            scans=args.scans,
+            on_scan=on_more,
+        )
+    about = {"kind": probe.kind, "step": probe.step, "text": probe.text}
+    about |= {"fresh": list(probe.fresh)} if theirs else {}
+    results = {"model": str(args.model), **about, **found.as_dict()}
     results["seconds"] = time.perf_counter() - began
     results["page"] = str(write_geometry(args.out or page, results))
     show(args.json, results, _show)
     return 0
-
-
-def _run_of_ours(
-    args: Inspect, folder: Path, on_more: OnMore
-) -> tuple[Path, dict[str, Any], CheckpointReading]:
-    import torch
-
-    from topograd.geometry.checkpoint import read_checkpoint
-
-    session, probe = run_probe(folder, args.text, args.device, args.dtype)
-    found = read_checkpoint(
-        probe.model,
-        _counted(probe.batches, on_more),
-        outputs=probe.outputs,
-        generator=torch.Generator(probe.batches[0][0].device).manual_seed(0),
-        scans=args.scans,
-        on_scan=on_more,
-    )
-    about = {"kind": "run", "step": session.step, "text": probe.text}
-    page = folder / "geometry.html" if folder == args.model else Path(f"{folder.name}-geometry.html")
-    return page, about, found
-
-
-def _checkpoint(
-    args: Inspect, folder: Path, on_more: OnMore
-) -> tuple[Path, dict[str, Any], CheckpointReading]:
-    import torch
-
-    from topograd.convert import huggingface
-    from topograd.convert.card import source_name
-    from topograd.geometry.checkpoint import read_checkpoint
-
-    loaded = huggingface.load(folder, wanted_type(args.dtype, huggingface.stored_parameters(folder)))
-    for name in loaded.fresh:
-        note(f"{name} is not in the checkpoint and was made at random")
-    ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, args.text)
-    model = moved(loaded.model, args.device, args.dtype)
-    device = next(model.parameters()).device
-    rows = max(1, BATCH_TOKENS // ids.shape[1])
-    found = read_checkpoint(
-        model,
-        _counted([(part, None) for part in ids.to(device).split(rows)], on_more),
-        "cross-entropy" if loaded.causal else None,
-        outputs=loaded.hidden,
-        generator=torch.Generator(device).manual_seed(0),
-        scans=args.scans,
-        on_scan=on_more,
-    )
-    about = {"kind": loaded.config.model_type, "step": None, "text": source, "fresh": list(loaded.fresh)}
-    return Path(f"{source_name(folder.resolve())}-geometry.html"), about, found
 
 
 def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:

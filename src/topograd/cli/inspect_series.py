@@ -61,9 +61,10 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
             on_more(done, len(checkpoints))
             one = opened()
             if reader is None:
-                reader = SeriesReader(one.probe.batches[:MAX_BATCHES], one.probe.outputs, SAMPLING)
-                random = SeriesReader(reader.batches, one.probe.outputs, None).read(one.fresh(), 0)
-                text = one.probe.text
+                probe = one.probe
+                reader = SeriesReader(probe.batches[:MAX_BATCHES], probe.outputs, SAMPLING)
+                random = SeriesReader(reader.batches, probe.outputs, None).read(one.fresh(), 0)
+                text = probe.text
             points.append(reader.read(one.probe.model, one.step))
             on_more(done + 1, len(checkpoints))
     assert reader is not None
@@ -103,7 +104,9 @@ def _open_own(args: Inspect, folder: Path, name: str) -> Opened:
     from topograd.cli.probe_model import moved, run_probe
     from topograd.runs.session import build_stack
 
-    session, probe = run_probe(folder, args.text, args.device, args.dtype, name)
+    probe = run_probe(folder, args.text, args.device, args.dtype, name)
+    session = probe.session
+    assert session is not None, "a run has one"
 
     def fresh() -> nn.Module:
         torch.manual_seed(session.config.seed)

@@ -167,7 +167,6 @@ def _tiny(kind: Any, settings: Any) -> tuple[nn.Module, Any, None]:
     known = {*inspect.signature(settings).parameters, *getattr(settings, "attribute_map", {})}
     config = settings(**{name: value for name, value in TINY.items() if name in known})
     config.use_cache = False
-    config._experts_implementation = "eager"  # others have no float64
     model = kind(config).eval()
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         size = getattr(config, "image_size", None) or TINY["image_size"]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from topograd.data.windows import Text
     from topograd.runs.session import LoadedTextRun
 
-
 MIN_TOKENS = 4096
 """That a run is read on, if its text has them; and `ROWS_PER_CHANNEL` for each channel of its stream."""
 TOKEN_BYTES = 10
@@ -36,10 +35,22 @@ class ProbeModel:
     """A model, batches (inputs, targets) of text, and how its logits are had."""
 
     model: nn.Module
-    batches: list[tuple[Tensor, Tensor]]
+    batches: list[tuple[Tensor, Tensor | None]]
     outputs: Callable[[Any, Any], Tensor]
     text: str
     """Where it comes from."""
+    kind: str
+    loss: str | None = "cross-entropy"
+    """None where there are no labels."""
+    fresh: tuple[str, ...] = ()
+    """Parameters that a checkpoint does not hold."""
+    session: LoadedTextRun | None = None
+    """Of a run."""
+
+    @property
+    def step(self) -> int | None:
+        """Of a run's checkpoint."""
+        return None if self.session is None else self.session.step
 
 
 def open_probe(model: Path, text: Path | None, device: str | None, dtype: str | None) -> ProbeModel:
@@ -50,7 +61,7 @@ def open_probe(model: Path, text: Path | None, device: str | None, dtype: str | 
     folder = local_model(model)
     if is_hugging_face(folder):
         return hugging_face_probe(folder, text, device, dtype)
-    return run_probe(resolve_model(folder), text, device, dtype)[1]
+    return run_probe(resolve_model(folder), text, device, dtype)
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -60,8 +71,8 @@ def is_hugging_face(folder: Path) -> bool:
 
 def run_probe(
     folder: Path, text: Path | None, device: str | None, dtype: str | None, name: str | None = None
-) -> tuple[LoadedTextRun, ProbeModel]:
-    """A run, at its newest checkpoint or the one called `name`, and how it is read."""
+) -> ProbeModel:
+    """A run at its last checkpoint, or at that of this name."""
     from topograd.exec.forward import stage_logits
     from topograd.runs.session import open_session
 
@@ -73,16 +84,18 @@ def run_probe(
         return stage_logits(model, plan, last, inputs)
 
     source = "the run's held-out text" if text is None else str(text)
-    return session, ProbeModel(stack, probe_batches(session, text), outputs, source)
+    return ProbeModel(stack, [*probe_batches(session, text)], outputs, source, "run", session=session)
 
 
-def hugging_face_probe(folder: Path, text: Path | None, device: str | None, dtype: str | None) -> ProbeModel:
-    """A causal language model; every token is predicted from those before it."""
+def hugging_face_probe(
+    folder: Path, text: Path | None, device: str | None, dtype: str | None, *, labelled: bool = True
+) -> ProbeModel:
+    """A causal language model, every token predicted from those before it; without labels also any other."""
     from topograd.convert import huggingface
 
     loaded = huggingface.load(folder, wanted_type(dtype, huggingface.stored_parameters(folder)))
-    if not loaded.causal:
-        kind = loaded.config.model_type
+    kind = loaded.config.model_type
+    if labelled and not loaded.causal:
         raise CheckpointError(
             f"{folder} ({kind}) does not predict the next token, so that it has no loss here",
             setting="model",
@@ -93,10 +106,10 @@ def hugging_face_probe(folder: Path, text: Path | None, device: str | None, dtyp
         note(f"{name} is not in the checkpoint and was made at random")
     ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, text)
     model = moved(loaded.model, device, dtype)
-    ids = ids.to(next(model.parameters()).device)
-    rows = max(1, BATCH_TOKENS // ids.shape[1])
-    batches = [(part[:, :-1], part[:, 1:]) for part in ids.split(rows)]
-    return ProbeModel(model, batches, loaded.hidden, source)
+    rows = ids.to(next(model.parameters()).device).split(max(1, BATCH_TOKENS // ids.shape[1]))
+    batches = [(part[:, :-1], part[:, 1:]) if labelled else (part, None) for part in rows]
+    loss = "cross-entropy" if loaded.causal else None
+    return ProbeModel(model, batches, loaded.hidden, source, kind, loss, loaded.fresh)
 
 
 def probe_batches(session: LoadedTextRun, own: Path | None) -> list[tuple[Tensor, Tensor]]:

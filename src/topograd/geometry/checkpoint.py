@@ -25,7 +25,7 @@ A checkpoint of a trained network is not at a singularity: nearly every directio
 Symbols and shapes. u (d_in), v (d_out) of a layer; t in units in which live directions are of size 1.
 Cost: that of `inspect`, and some thirty forward passes of the probe for each scan, from the first layer that
 moves on. At most `SCANNED` / parameters directions are scanned, the flattest first, `MIN_SCANS` at least. The
-factors are dropped before the probe, a copy of the weights in float64, is made: of SmolLM2 these are the two
+factors are gone before the probe, a copy of the weights in float64, is made: of SmolLM2 these are the two
 largest things in memory.
 Source: "Dead Directions: Geometric Singular Learning", Corollary 28 (the lift), §5.1, §10.1 (the quotient),
 §12.1 (static readings), §13 (crossings).
@@ -49,10 +49,11 @@ from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
 from topograd.geometry.factors import Batch, Outputs, each_batch
 from topograd.geometry.finite_share import Share, share_along
+from topograd.geometry.gram_sums import remembered
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
 from topograd.geometry.jets import Jet
 from topograd.geometry.layer_fisher import SAMPLES, LayerFisher, read_layers
-from topograd.geometry.line_scan import Probe, each_sample, short_example
+from topograd.geometry.line_scan import InDouble, Probe, each_sample, short_example
 from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError, loss_named
 from topograd.geometry.paths import Likelihood
 from topograd.geometry.rates import POINTS as RATE_POINTS
@@ -72,6 +73,8 @@ POINTS = 6
 SCANNED = 1e9
 """Parameters times directions that are scanned."""
 MIN_SCANS = 6
+SEARCHED = 16
+"""Tokens that symmetries are looked for on: of any they are exact."""
 SEVERAL = 3
 """Directions of a layer whose Fisher is read."""
 ALONG = 1 - 1e-8
@@ -94,7 +97,7 @@ class DirectionReading:
     interval: tuple[float, float] | None = None
     """Of half the slope of K: the middle 90 % over bootstrap draws."""
     fisher: float | None = None
-    """2 K / t² at the smallest t."""
+    """2 K / t² at the smallest t; a bound from above where K is below the rounding of the outputs."""
     limit: float | None = None
     """What it adds to λ as data grow: 1/(2k), or λ of the crossing; 0 for a symmetry."""
     share: Share | None = None
@@ -159,10 +162,19 @@ def read_checkpoint(
     softmax = loss == "cross-entropy" or isinstance(loss, CrossEntropy)
     likelihood: Likelihood = "cross-entropy" if softmax else "squared-error"
     example = short_example(first[0], parameters)
-    inspection = inspect(model, every, loss, fisher, layers=layers, outputs=outputs, generator=generator)
-    candidates = list(_candidates(model, inspection.factors, inspection.layouts))
-    places = {name: place for place, name in enumerate(inspection.factors)}
-    inspection = replace(inspection, factors={}, layouts={})  # they are large, and no longer needed
+    flat = _Candidates(model)
+    inspection = inspect(
+        model,
+        every,
+        loss,
+        fisher,
+        layers=layers,
+        outputs=outputs,
+        generator=generator,
+        on_factors=flat.take,
+    )
+    candidates = flat.found
+    places = {name: place for place, name in enumerate(inspection.layers)}
     n_beta = inspection.terms / math.log(max(inspection.terms, 3))
     known = softmax or loss == "squared-error" or isinstance(loss, SquaredError)
     fishers: dict[str, tuple[LayerFisher, ...]] = {}
@@ -172,8 +184,9 @@ def read_checkpoint(
         fishers = read_layers(
             model, samples, loss_named(loss), directions, n_beta, outputs=outputs, generator=generator
         )
+    few = short_example(example, parameters, SEARCHED)
+    search = find_symmetries(model, InDouble(model, few, outputs), softmax=softmax)
     probe = Probe(model, example, likelihood, outputs, layers)
-    search = find_symmetries(model, probe.outputs_with, softmax=softmax)
     refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
     if loss is not None and not known:
         refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
@@ -267,15 +280,22 @@ class _Scanner:
         ratio = length(raw) / length(left)
         parts = {name: ratio * part for name, part in left.items() if part.any()}
         reading, change = self._scan(layer, parts)
-        if change is None:
+        reading = self._at_scale(replace(reading, symmetry_share=along), parts)
+        if change is not None:
+            self._moving[layer] = (parts, change)
+        elif reading.share is not None and reading.share.value > 0:
+            reach = WINDOWS[0][1]
+            self._refused.append(
+                f"{layer}: K leaves the rounding of the outputs only above t = {reach:g}: it has no order"
+            )
+            return replace(reading, fisher=2 * self._probe.floor / reach**2)
+        else:
             self._flat[layer] = raw
             self._refused.append(
                 f"{layer}: K is 0 along its flattest direction alone, so that it has no order: it is none of "
                 "the symmetries, but the probe's outputs do not depend on it"
             )
-        else:
-            self._moving[layer] = (parts, change)
-        return self._at_scale(replace(reading, symmetry_share=along), parts)
+        return reading
 
     def _at_scale(self, reading: DirectionReading, parts: Parts) -> DirectionReading:
         """The same with its share and its jet, or the reasons why not."""
@@ -374,42 +394,45 @@ class _Scanner:
         return replace(reading, limit=coefficient, crossing=crossing, fluctuation=alone)
 
 
-def _candidates(
-    model: nn.Module,
-    factors: Mapping[str, tuple[Factor, Factor | None]],
-    layouts: Mapping[str, tuple[str, Tensor]],
-) -> Iterator[Candidate]:
-    """The flattest directions of every layer."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
-    for layer, (A, G) in factors.items():
-        base, places = layouts.get(layer, (layer if layer in aliases else f"{layer}.weight", None))
-        owner = aliases[base]
-        name, weight = names[id(owner)], owner.detach().flatten()
+class _Candidates:
+    """The flattest directions of every layer, from factors that are whole one after the other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._aliases = dict(model.named_parameters(remove_duplicate=False))
+        self._modules = dict(model.named_modules())
+        self._of_inputs = remembered(lambda A: flattest(A, SEVERAL))
+        self.found: list[Candidate] = []
+
+    def take(self, layer: str, A: Factor, G: Factor | None, layout: tuple[str, Tensor] | None) -> None:
+        """Read one layer."""
+        base, places = layout or (layer if layer in self._aliases else f"{layer}.weight", None)
+        owner = self._aliases[base]
+        name, weight = self._names[id(owner)], owner.detach().flatten()
         weight = weight if places is None else weight[places.flatten()]
-        U = flattest(A, SEVERAL)
+        U = self._of_inputs(A)
         if weight.numel() % len(U):
-            continue
+            return
         size = weight.numel() // len(U)
-        G = torch.eye(size, dtype=torch.float64, device=U.device) if G is None else G
+        if G is None:  # of which every direction is as flat
+            G = Sketched(U.new_zeros(0), U.new_zeros(size, 0), float(size))
         V = flattest(G, SEVERAL)
         both = min(U.shape[1], V.shape[1])
         U, V = U[:, :both], V[:, :both]
-        turned = owner.shape[-1] != len(U) or type(modules.get(layer)).__name__ == "Conv1D"
+        turned = owner.shape[-1] != len(U) or type(self._modules.get(layer)).__name__ == "Conv1D"
         scale = float(weight.double().norm()) / min(len(U), size) ** 0.5 or 1.0
         flatness = scale**2 * _along(A, U[:, 0]) * _along(G, V[:, 0])
 
-        def increment(
-            increment: Tensor, name: str = name, turned: bool = turned, places: Tensor | None = places
-        ) -> Parts:
-            weight = model.get_parameter(name)
+        def increment(increment: Tensor) -> Parts:
+            weight = self._model.get_parameter(name)
             increment = increment.to(weight.device)
             if places is not None:
                 empty = increment.new_zeros(weight.numel())
                 return {name: empty.index_copy_(0, places.flatten(), increment.flatten()).view(weight.shape)}
             return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
 
-        yield Candidate(layer, U, V, scale, flatness, increment)
+        self.found.append(Candidate(layer, U, V, scale, flatness, increment))
 
 
 def _along(factor: Factor, x: Tensor) -> float:

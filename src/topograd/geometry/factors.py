@@ -14,9 +14,8 @@ where δ and h are independent, as in a linear network under squared error.
 Symbols and shapes. A (d_in, d_in), G (d_out, d_out), float64. Each batch is multiplied in the precision of
 its activations (float32 at least) and added up in float64; with a float64 model everything is float64.
 Cost. A forward pass, the part of a backward pass that leads to the layers' outputs (no weight gradient is
-computed), and M d² multiply-adds for each factor, about 5/8 of that where d > 512, as only half of a
-symmetric matrix is computed. Layers that read the same tensor, as queries, keys and values do, share the
-work of A.
+computed), and the sums of `gram_sums.py`: layers that read the same tensor, as queries, keys and values do,
+share one A.
 Source: "Dead Directions: Geometric Singular Learning", §2 and §7; "Optimizing neural networks with
 Kronecker-factored approximate curvature" (J. Martens, R. Grosse); "expand" after "Kronecker-Factored
 Approximate Curvature for Modern Neural Network Architectures" (R. Eschenhagen et al.). Slow version:
@@ -43,18 +42,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from topograd.errors import GeometryError
 from topograd.files import write_atomic
+from topograd.geometry.gram_sums import WIDEST, GramSums
 from topograd.geometry.heads import Head
 from topograd.geometry.host_copy import first_not_finite
-from topograd.geometry.layers import Call, CallTracer, Reducer
+from topograd.geometry.layers import CallTracer, Reducer
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, check_fisher, loss_named
 
 Batch = tuple[Any, Tensor | None]
 """Inputs (a tensor; a mapping is passed by name, a tuple by position) and targets."""
 Outputs = Callable[[Any, Any], Tensor]
 """From the model and the inputs to the outputs that the loss reads."""
-WIDEST = 8192
-"""The widest factor that is formed: 512 MiB. A vocabulary of 50 000 would take 20 GB."""
-_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -204,7 +201,7 @@ def reduce_batches(
                 remedy="call model.eval() first",
             )
     tracer, samples = CallTracer(model, reducer), 0
-    with _frozen(model), torch.enable_grad():
+    with _frozen(model), plain_kernels(model), torch.enable_grad():
         for inputs, targets in each_batch(batches):
             with tracer:
                 predicted = (outputs or outputs_of)(model, _detached(inputs))
@@ -231,78 +228,24 @@ def reduce_batches(
     return tracer, samples
 
 
-class GramSums:
-    """A reducer that sums h hᵀ and δ δᵀ of every layer; A and G are these over rows and loss terms."""
+@contextmanager
+def plain_kernels(model: nn.Module) -> Iterator[None]:
+    """Layers of torch's encoder, and experts of transformers, as one operator after the other.
 
-    def __init__(self, widest: int = WIDEST) -> None:
-        self._widest = widest
-        self._sums: dict[tuple[str, str], Tensor] = {}
-        self.rows: dict[str, int] = {}
-        """M of each layer."""
-        self._last: tuple[Call, int, Tensor, int] | None = None  # its tensor's version, its Gram, its rows
-
-    def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
-        side = max(sides)
-        return f"a factor of side {side} is wider than {self._widest}" if side > self._widest else None
-
-    def see_inputs(self, layer: str, call: Call) -> None:
-        """Add h hᵀ: that of the call before, if both read the same tensor in the same way."""
-        last, version = self._last, call.source._version
-        again = last is not None and last[0].source is call.source and last[0].inputs is call.inputs
-        if last is None or not again or last[1] != version:
-            rows = call.inputs(call.source.detach())
-            last = self._last = call, version, self.product(rows), len(rows)
-        _, _, product, count = last
-        self.rows[layer] = self.rows.get(layer, 0) + count
-        self._add(layer, "A", product)
-
-    def see_gradients(self, layer: str, rows: Tensor) -> None:
-        self._last = None  # the forward pass is over
-        self._add(layer, "G", self.product(rows))
-
-    def product(self, rows: Tensor) -> Tensor:
-        """rowsᵀ rows (d, d)."""
-        return gram(rows)
-
-    def _add(self, layer: str, side: str, product: Tensor) -> None:
-        key = (layer, side)
-        if key not in self._sums:
-            self._sums[key] = torch.zeros_like(product, dtype=torch.float64)
-        self._sums[key] += product
-
-    def mean(self, layer: str, side: str, terms: int) -> Tensor | None:
-        """A, a mean over rows, or G, a sum over the loss `terms`; None where nothing was seen."""
-        total = self._sums.get((layer, side))
-        return None if total is None else total / (self.rows[layer] if side == "A" else terms)
-
-
-def gram(rows: Tensor) -> Tensor:
-    """rowsᵀ rows (d, d), in float32 at least; of a wide one only the lower blocks are computed."""
-    with torch.autocast(rows.device.type, enabled=False):
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        return mirrored(add_gram(rows.new_zeros(rows.shape[1], rows.shape[1]), rows))
-
-
-def add_gram(total: Tensor, rows: Tensor) -> Tensor:
-    """Add rowsᵀ rows to a sum (d, d) in place; of a wide one only the lower blocks."""
-    width = _block(len(total))
-    for start in range(0, len(total), width):
-        stop = start + width
-        total[start:, start:stop].addmm_(rows[:, start:].mT, rows[:, start:stop])
-    return total
-
-
-def mirrored(total: Tensor) -> Tensor:
-    """Copy the lower blocks of such a sum above its diagonal, in place."""
-    width = _block(len(total))
-    for start in range(0, len(total), width):
-        stop = start + width
-        total[start:stop, stop:] = total[stop:, start:stop].mT
-    return total
-
-
-def _block(size: int) -> int:
-    return size if size <= 2 * _BLOCK else _BLOCK
+    Their joint kernels have no forward-mode derivative, or no float64, and hide the maps.
+    """
+    name, fast = "_experts_implementation", torch.backends.mha.get_fastpath_enabled()
+    configs = {id(c): c for module in model.modules() if hasattr(c := getattr(module, "config", None), name)}
+    own = {key: getattr(config, name) for key, config in configs.items()}
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for config in configs.values():
+            setattr(config, name, "eager")
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for key, config in configs.items():
+            setattr(config, name, own[key])
 
 
 def outputs_of(model: nn.Module, inputs: Any) -> Tensor:

@@ -22,7 +22,8 @@ rows, squared: 1e-11 of the largest for a float32 model, 1e-14 for a float64 one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, check_finite_factors, reduce_batches
+from topograd.geometry.gram_sums import remembered
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, loss_named
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
@@ -45,6 +47,8 @@ ROWS_PER_CHANNEL = 10
 SUMMED = 1024
 """Terms of a sum in float32 that makes a number of a row: it is off by √SUMMED roundings or so."""
 Factor = Tensor | Sketched
+OnFactors = Callable[[str, Factor, Factor | None, tuple[str, Tensor] | None], None]
+"""Takes a layer, A and G, and of a rearranged weight the parameter and every entry's place (d_out, d_in)."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,16 @@ class Inspection:
     notes: tuple[str, ...]
     """What could not be read, and why."""
     factors: Mapping[str, tuple[Factor, Factor | None]] = field(default_factory=dict, repr=False)
-    """A and G of every layer; not in `as_dict`."""
-    layouts: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict, repr=False)
-    """Of rearranged weights the parameter and the place of every entry (d_out, d_in); not in `as_dict`."""
+    """A and G of every layer, where `on_factors` did not take them; not in `as_dict`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, words and lists, as JSON holds them."""
-        plain: dict[str, Any] = asdict(replace(self, factors={}, layouts={}))
-        del plain["factors"], plain["layouts"]
+        plain: dict[str, Any] = asdict(replace(self, factors={}))
+        del plain["factors"]
         for name in ("stream", "stream_without_massive"):
             if (profile := getattr(self, name)) is not None:
-                derived = {"ratios": list(profile.ratios), "trend": profile.trend, "verdict": profile.verdict}
-                plain[name] |= derived
+                trend = profile.trend if math.isfinite(profile.trend) else None  # below resolution somewhere
+                plain[name] |= {"ratios": list(profile.ratios), "trend": trend, "verdict": profile.verdict}
         for name, norm in self.norms.items():
             plain["norms"][name]["found"] = norm.found
             if norm.without_massive is not None:
@@ -121,10 +123,12 @@ def inspect(
     layers: list[nn.Module] | str | None = None,
     outputs: Outputs | None = None,
     generator: torch.Generator | None = None,
+    on_factors: OnFactors | None = None,
 ) -> Inspection:
     """Read a model on batches (inputs, targets), in its present mode; with no loss only its activations.
 
     `layers` are those of the stream, as in `StreamMonitor`; `outputs` and `generator` as in `kfac_factors`.
+    `on_factors` is given the factors of one layer after the other, which are whole at no other time.
     """
     refuse_quantised(model)
     notes: list[str] = []
@@ -151,8 +155,16 @@ def inspect(
         # no gradient was sent, so that this is no reason here
         uncovered = {name: why for name, why in uncovered.items() if why != "no gradient reaches it"}
         names = list(sums.rows)
-    factors = _factors(names, sums, terms)
     resolution = _resolution(model)
+    spectra, factors = dict[str, LayerSpectra](), dict[str, tuple[Factor, Factor | None]]()
+    of_inputs = remembered(lambda A: spectrum(A, resolution))  # readers of the same tensors share one A
+    for name, A, G in _factors(names, sums, terms):
+        spectra[name] = LayerSpectra(of_inputs(A), None if G is None else spectrum(G, resolution))
+        if on_factors is None:
+            factors[name] = A, G
+        else:
+            on_factors(name, A, G, tracer.layouts.get(name))
+    del sums
     norms = kernels.readings()
     if not norms:
         notes.append("no LayerNorm or RMSNorm was called as a module, so there is no kernel to read")
@@ -168,14 +180,10 @@ def inspect(
         stream=stream,
         stream_without_massive=without,
         norms=norms,
-        layers={
-            name: LayerSpectra(spectrum(A, resolution), None if G is None else spectrum(G, resolution))
-            for name, (A, G) in factors.items()
-        },
+        layers=spectra,
         uncovered=uncovered,
         notes=tuple(notes),
         factors=factors,
-        layouts=tracer.layouts,
     )
 
 
@@ -197,17 +205,18 @@ def refuse_quantised(model: nn.Module) -> None:
         )
 
 
-def _factors(names: Iterable[str], sums: FactorSums, terms: int) -> dict[str, tuple[Factor, Factor | None]]:
-    factors: dict[str, tuple[Factor, Factor | None]] = {}
+def _factors(
+    names: Iterable[str], sums: FactorSums, terms: int
+) -> Iterator[tuple[str, Factor, Factor | None]]:
+    """A and G of one layer after the other."""
     for name in names:
-        A, G = sums.factor(name, "A", terms), sums.factor(name, "G", terms)
+        A, G = sums.mean(name, "A", terms), sums.mean(name, "G", terms)
         assert A is not None, "it was listed because its inputs were seen"
-        factors[name] = A, G
         parts = {"inputs": A} if G is None else {"inputs": A, "gradients": G}
         check_finite_factors(
             {name: {what: x.values if isinstance(x, Sketched) else x for what, x in parts.items()}}
         )
-    return factors
+        yield name, A, G
 
 
 def spectrum(factor: Factor, resolution: float = RESOLUTION) -> Spectrum:

@@ -11,7 +11,7 @@ Method. c_j = f⁽ʲ⁾(0) / j! by j nested forward-mode derivatives. A coeffici
 below the resolution of the outputs.
 
 Symbols and shapes. c_j in the shape of the outputs. Cost: j nested derivatives cost about 3ʲ forward passes;
-a live direction needs two.
+a live direction takes two, in one pass.
 Source: "Dead Directions: Geometric Singular Learning", Definition 1; torch.func.jvp.
 Limits. At most `MOST` derivatives. A model whose functions have no forward-mode derivative, or none of the
 second order, has no jets, and the reason is given. Piecewise linear activations have the jets of their piece.
@@ -48,19 +48,17 @@ def read_jet(along: Along, size: Callable[[Tensor], float], floor: float) -> Jet
     >>> read_jet(lambda t: t**2 + 3 * t**3 * torch.ones(1), lambda c: float(c.square().sum()) / 2, 1e-20)
     Jet(order=2, crossover=0.3333333333333333)
     """
-    zero = torch.zeros((), dtype=torch.float64)
-    function, leading = along, 0.0
-    for order in range(1, MOST + 2):
-        function = _derivative(function)
-        found = size(function(zero)) / math.factorial(order) ** 2
-        if leading:
-            return Jet(order - 1, math.sqrt(leading / found) if found > floor else None)
-        if found > floor:
-            if order == MOST:
-                return Jet(order, None)
-            leading = found
-        elif order == MOST:
-            break
+    zero, one = (torch.tensor(float(i), dtype=torch.float64) for i in (0, 1))
+    below = along
+    for order in range(1, MOST + 1):
+        function = _derivative(below)
+        # one pass gives this coefficient and the next
+        value, change = jvp(function, (zero,), (one,))[:2] if order < MOST else (function(zero), None)
+        leading = size(value) / math.factorial(order) ** 2
+        if leading > floor:
+            following = 0.0 if change is None else size(change) / math.factorial(order + 1) ** 2
+            return Jet(order, math.sqrt(leading / following) if following > floor else None)
+        below = function
     return Jet(None, None)
 
 

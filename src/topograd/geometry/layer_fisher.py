@@ -76,7 +76,9 @@ def read_layers(
     draws = np.random.default_rng(0).multinomial(len(samples), np.full(len(samples), 1 / len(samples)), DRAWS)
     found = {}
     for layer, rows in scores.clear():
-        squares = directions[layer][2] ** 2 * torch.stack(rows).cpu().numpy() / terms  # (samples, k)
+        squares = np.zeros((len(samples), directions[layer][0].shape[1]))  # 0 where no row went through it
+        for sample, square in rows.items():
+            squares[sample] = directions[layer][2] ** 2 * square.cpu().numpy() / terms
         low, high = np.quantile(draws @ squares, (0.05, 0.95), axis=0)
         readings = zip(squares.sum(0).tolist(), low.tolist(), high.tolist(), strict=True)
         found[layer] = tuple(_reading(*reading, n_beta) for reading in readings)
@@ -108,7 +110,8 @@ class _Scores:
         self._inputs: dict[str, list[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._unclear: set[str] = set()
-        self.squares: dict[str, list[Tensor]] = {}
+        self._squares: dict[str, dict[int, Tensor]] = {}
+        self._sample = 0
 
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
         return None if layer in self._directions else "its directions are not read"
@@ -122,15 +125,16 @@ class _Scores:
         products = ((rows @ self._directions[layer][1].to(rows)) * h).double().sum(0)
         self._sums[layer] = self._sums.get(layer, 0) + products
 
-    def clear(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Of every layer whose calls could be told apart, S² of all samples."""
-        return ((layer, rows) for layer, rows in self.squares.items() if layer not in self._unclear)
+    def clear(self) -> Iterator[tuple[str, dict[int, Tensor]]]:
+        """Of every layer whose calls could be told apart, S² by sample."""
+        return ((layer, rows) for layer, rows in self._squares.items() if layer not in self._unclear)
 
     def end_sample(self) -> None:
         """The sums of the sample are whole."""
         for layer, total in self._sums.items():
-            self.squares.setdefault(layer, []).append(total.square())
+            self._squares.setdefault(layer, {})[self._sample] = total.square()
             if self._inputs[layer]:  # a call that no gradient reached: which one it was is not known
                 self._unclear.add(layer)
         self._inputs.clear()
         self._sums.clear()
+        self._sample += 1

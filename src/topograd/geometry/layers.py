@@ -8,6 +8,7 @@ and a `Reducer` sees first the rows h and later, in the backward pass, the rows 
 
     F.linear(x, W)                      nn.Linear, attention projections (a fused QKV is one layer), heads
     torch.addmm(b, x, W), x @ W         the Conv1D of Hugging Face; here W is (d_in, d_out)
+    W @ x                               of columns x (..., d_in, n), as Mamba's steps
     torch.conv1d, torch.conv2d          with one group; a row is a patch, d_in = channels · kernel positions
     torch.einsum("bsd,hde->bshe", x, W) whose sums run over all that W and x share
     nn.MultiheadAttention               its packed projection and its output; of cross-attention, three blocks
@@ -25,7 +26,8 @@ Symbols and shapes. `inputs(x)`: (M, d_in); `gradients(δ)`: (M, d_out). M = bat
 Cost. A few microseconds for each torch function that the model calls.
 Source: "Dead Directions: Geometric Singular Learning", §2 (K-FAC factorisation); convolutions as in "A
 Kronecker- factored approximate Fisher matrix for convolution layers" (R. Grosse, J. Martens).
-Limits. Compiled and scripted models hide their calls. W x is not recognised: it is listed as not covered.
+Limits. Compiled and scripted models hide their calls. W x of one matrix x is not recognised: it is listed as
+not covered.
 Activations must not be recomputed in the backward pass (no gradient checkpointing).
 """
 
@@ -241,6 +243,9 @@ def recognise(
             bias = added[0] if added and added[0].dim() == 1 else None
             d_in, d_out = weight.shape
             return Call(weight, bias, x, _rows, _rows, (d_in, d_out), lambda weight: weight.mT)
+    if func in _PRODUCTS and len(args) == 2 and not kwargs and args[0].dim() == 2 < args[1].dim():
+        d_out, d_in = args[0].shape
+        return Call(args[0], None, args[1], _columns, _columns, (d_in, d_out))
     if func is torch.einsum and len(args) == 3 and not kwargs:
         return _einsum(*args)
     if func in _CONVOLUTIONS:
@@ -264,6 +269,10 @@ def _einsum(equation: str, x: Tensor, weight: Tensor) -> Call | None:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _columns(x: Tensor) -> Tensor:
+    return _rows(x.mT)
 
 
 def _convolution(dims: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:

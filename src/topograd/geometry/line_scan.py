@@ -46,8 +46,25 @@ LARGE = 4.5e9
 """Parameters times tokens of a probe: a large model is read on fewer, 16 at least."""
 
 
+class InDouble:
+    """A model in float64 on a few samples, at values of all its parameters that are given with each call."""
+
+    def __init__(self, model: nn.Module, inputs: Any, outputs: Outputs | None) -> None:
+        self._network, self._inputs = Replaced(model, outputs), as_double(inputs)
+        self._buffers = {name: as_double(buffer.detach()) for name, buffer in model.named_buffers()}
+
+    def with_graph(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The outputs, as torch's autograd sees them."""
+        with sdpa_kernel(SDPBackend.MATH):  # the only one with a forward-mode derivative
+            return self._network({**self._buffers, **values}, self._inputs)
+
+    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return self.with_graph(values)
+
+
 class Probe:
-    """A model in float64 on a few samples."""
+    """A model in float64 on a few samples, around its own weights."""
 
     def __init__(
         self,
@@ -57,23 +74,18 @@ class Probe:
         outputs: Outputs | None,
         layers: Sequence[nn.Module] | str | None,
     ) -> None:
-        self._network = Replaced(model, outputs)
-        self._inputs = as_double(inputs)
+        self._run = InDouble(model, inputs, outputs)
         self._likelihood = likelihood
         self.parameters = {name: as_double(p.detach()) for name, p in model.named_parameters()}
         check_finite(self.parameters)
-        buffers = {name: as_double(buffer.detach()) for name, buffer in model.named_buffers()}
-        self._start = {**self.parameters, **buffers}
         self._replay = Replay(model, layers)
         with self._replay.recording():
             self.before = self.outputs_with({})
         self.floor = FLOOR * self._rounding()
 
-    @torch.no_grad()
     def outputs_with(self, moved: Mapping[str, Tensor]) -> Tensor:
         """The outputs with these values in the place of the model's own."""
-        with sdpa_kernel(SDPBackend.MATH):
-            return self._network({**self._start, **moved}, self._inputs)
+        return self._run({**self.parameters, **moved})
 
     def scan(
         self, parts: Mapping[str, Tensor], grid: Tensor, held: Mapping[str, Tensor] | None = None
@@ -118,8 +130,7 @@ class Probe:
 
         def along(t: Tensor) -> Tensor:
             moved = {name: self.parameters[name] + t.to(part) * part for name, part in parts.items()}
-            with sdpa_kernel(SDPBackend.MATH):  # the only one with a forward-mode derivative
-                return self._network({**self._start, **moved}, self._inputs)
+            return self._run.with_graph({**self.parameters, **moved})
 
         with self._replay.behind(set(parts)):
             return read_jet(along, lambda c: float(self._centred(c).square().sum()) / 2, self.floor)
@@ -155,7 +166,7 @@ class Probe:
         return float(self._centred(up + down - 2 * self.before).square().sum()) / 2
 
 
-def short_example(inputs: Any, parameters: int) -> Any:
+def short_example(inputs: Any, parameters: int, most: int = TOKENS) -> Any:
     """The first rows of a batch: of tokens (rows, positions) the first positions of one row or a few."""
     tensors = [value for value in _leaves(inputs) if isinstance(value, Tensor)]
     if not tensors or any(value.dim() == 0 or len(value) == 0 for value in tensors):
@@ -163,7 +174,7 @@ def short_example(inputs: Any, parameters: int) -> Any:
             "the first batch has no samples", setting="batches", remedy="give at least one input"
         )
     if all(value.dim() == 2 and not value.is_floating_point() for value in tensors):
-        tokens = min(TOKENS, max(16, int(LARGE / max(parameters, 1))))
+        tokens = min(most, max(16, int(LARGE / max(parameters, 1))))
         length = min(tensors[0].shape[1], tokens)
         return _mapped(inputs, lambda value: value[: max(1, tokens // length), :length])
     return _mapped(inputs, lambda value: value[:SAMPLES])

@@ -30,7 +30,7 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Outputs, outputs_of
+from topograd.geometry.factors import Outputs, outputs_of, plain_kernels
 from topograd.geometry.host_copy import check_finite, squared_norm
 from topograd.geometry.rates import Rate, fit_rate, log_grid
 
@@ -220,7 +220,8 @@ class Replaced:
     def answer(self, weights: Mapping[str, Tensor], inputs: Any) -> Any:
         """The network's own output, of any type."""
         replaced = {f"model.{name}": value for name, value in weights.items()}
-        return functional_call(self._called, replaced, (inputs,))
+        with plain_kernels(self._called.model):
+            return functional_call(self._called, replaced, (inputs,))
 
     def __call__(self, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
         if isinstance(inputs, Tensor) and len(inputs) == 0:

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch, gram, reduce_batches
-from topograd.geometry.layers import Call
+from topograd.geometry.factors import Batch, reduce_batches
+from topograd.geometry.gram_sums import GramSums
 from topograd.geometry.losses import Fisher, loss_named
 
 Kind = Literal["dead", "safe"]
@@ -72,47 +72,31 @@ def read_maps(
     return sums.readings(samples)
 
 
-class _MapSums:
-    """A reducer: x xᵀ once for each tensor that is read, and |δ|² of each map."""
+class _MapSums(GramSums):
+    """A reducer: x xᵀ of the tensors that are read, and |δ|² of each map."""
 
     def __init__(self, wanted: set[str]) -> None:
+        super().__init__()
         self._wanted = wanted
-        self._A: dict[str, Tensor] = {}
-        self._rows: dict[str, int] = {}
-        self._first: dict[str, str] = {}  # the first map that reads the same tensor
-        self._gradient: dict[str, float] = {}
-        self._last: tuple[Tensor, str] | None = None
+        self._squares: dict[str, float] = {}
 
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
         return None if layer in self._wanted else "not among the given maps"
 
-    def see_inputs(self, layer: str, call: Call) -> None:
-        if self._last is not None and self._last[0] is call.source:
-            self._first[layer] = self._last[1]
-            return
-        self._last = (call.source, layer)
-        self._first[layer] = layer
-        rows = call.inputs(call.source.detach())
-        product = gram(rows).double()
-        self._A[layer] = self._A[layer] + product if layer in self._A else product
-        self._rows[layer] = self._rows.get(layer, 0) + len(rows)
-
     def see_gradients(self, layer: str, rows: Tensor) -> None:
-        self._last = None  # the forward pass is over
-        self._gradient[layer] = self._gradient.get(layer, 0.0) + float(rows.double().square().sum())
+        self._squares[layer] = self._squares.get(layer, 0.0) + float(rows.double().square().sum())
 
     def readings(self, samples: int) -> dict[str, MapReading]:
-        if missing := sorted(self._wanted - self._gradient.keys()):
+        if missing := sorted(self._wanted - self._squares.keys()):
             raise GeometryError(
                 f"{missing[0]} is no linear map that the outputs depend on",
                 setting="maps",
                 given=missing[0],
                 remedy="leave it out",
             )
-        moments = {name: A / self._rows[name] for name, A in self._A.items()}
         return {
-            name: MapReading(moments[self._first[name]], self._gradient[name] / samples)
-            for name in self._first
+            name: MapReading(self.mean(name, "A", samples), self._squares[name] / samples)
+            for name in self.rows
         }
 
 
@@ -127,19 +111,24 @@ def input_moments(
     """
     batches, result = list(batches), dict[str, Tensor]()
     for group in _groups(model, list(maps), limit_bytes):
-        sums = _InputSums()
-        handles = [
-            model.get_submodule(name).register_forward_pre_hook(partial(sums.see, name)) for name in group
-        ]
+        sums = GramSums()
+
+        def see(name: str, module: nn.Module, args: tuple[Tensor, ...], sums: GramSums = sums) -> None:
+            sums.read(name, args[0], _rows)
+
+        handles = [model.get_submodule(name).register_forward_pre_hook(partial(see, name)) for name in group]
         try:
             for inputs in batches:
-                sums.last = None
                 model(inputs)
         finally:
             for handle in handles:
                 handle.remove()
-        result |= sums.moments()
+        result |= {name: sums.mean(name, "A", 1) for name in sums.rows}
     return result
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
 
 
 def _groups(model: nn.Module, maps: list[str], limit_bytes: int) -> Iterator[list[str]]:
@@ -155,30 +144,6 @@ def _groups(model: nn.Module, maps: list[str], limit_bytes: int) -> Iterator[lis
         group.append(name)
     if group:
         yield group
-
-
-class _InputSums:
-    """Σ x xᵀ of the tensors that maps read, once for maps that read the same one after another."""
-
-    def __init__(self) -> None:
-        self.last: tuple[Tensor, str] | None = None
-        self._first: dict[str, str] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._rows: dict[str, int] = {}
-
-    def see(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if self.last is not None and self.last[0] is args[0]:
-            self._first[name] = self.last[1]
-            return
-        self.last = args[0], name
-        self._first[name] = name
-        rows = args[0].detach().flatten(0, -2)
-        self._sums[name] = self._sums.get(name, 0.0) + gram(rows).double()
-        self._rows[name] = self._rows.get(name, 0) + len(rows)
-
-    def moments(self) -> dict[str, Tensor]:
-        means = {name: A / self._rows[name] for name, A in self._sums.items()}
-        return {name: means[first] for name, first in self._first.items()}
 
 
 def adapter_directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tensor:

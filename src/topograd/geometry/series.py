@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, outputs_of
-from topograd.geometry.monitors.outliers import DEVIATIONS, NORMAL, SLACK
+from topograd.geometry.monitors.outliers import DEVIATIONS, deviation
 from topograd.geometry.monitors.phase import weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor
 from topograd.geometry.singular.coefficient import learning_coefficient
@@ -162,14 +162,12 @@ def schur_ratio(moment: Tensor) -> float:
 
 def alarms(signal: str, steps: Sequence[int], values: Sequence[float]) -> list[Event]:
     """Readings far from those before them, of a signal above 0."""
-    raised = []
     logs = [math.log(value) for value in values]
-    for i in range(READINGS, len(logs)):
-        median = statistics.median(logs[:i])
-        spread = statistics.median(abs(value - median) for value in logs[:i])
-        if abs(logs[i] - median) > DEVIATIONS * max(NORMAL * spread, SLACK):
-            raised.append(Event(signal, steps[i], math.exp(median), values[i]))
-    return raised
+    return [
+        Event(signal, steps[i], math.exp(statistics.median(logs[:i])), values[i])
+        for i in range(len(logs))
+        if deviation(logs[:i], logs[i], "both", READINGS) > DEVIATIONS
+    ]
 
 
 def change_points(signal: str, steps: Sequence[int], values: Sequence[float]) -> list[Event]:

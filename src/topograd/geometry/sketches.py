@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.geometry.factors import add_gram, mirrored
-from topograd.geometry.layers import Call
+from topograd.geometry.gram_sums import GramSums, HalfGram, Total
 
 WIDEST = 4096
 """The widest factor that is formed."""
@@ -61,7 +60,12 @@ class Sketch:
         self._sum += (rows.mT @ (rows @ self._omega.to(rows.dtype))).double()
         self._squares += float(rows.double().square().sum())
 
-    def factor(self, count: int) -> Sketched:
+    def take(self, other: Sketch) -> None:
+        """Add another sketch with the same Ω."""
+        self._sum += other._sum
+        self._squares += other._squares
+
+    def mean(self, count: int) -> Sketched:
         """The eigenpairs of the mean over `count` rows."""
         Y = self._sum / count
         shift = torch.finfo(Y.dtype).eps * torch.linalg.matrix_norm(Y)
@@ -77,47 +81,18 @@ class Sketch:
         return Sketched((s.square() - shift).clamp(min=0), U, self._squares / count)
 
 
-class FactorSums:
-    """A reducer that sums A and G of every layer in place: formed in float64 up to `WIDEST`, sketched beyond.
+class FactorSums(GramSums):
+    """Sums of A and G of every layer: formed up to `WIDEST`, sketched beyond.
 
     Rows of a float32 model are multiplied in float64 too: else a few massive rows would round away the rest.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], Tensor | Sketch] = {}
-        self.rows: dict[str, int] = {}
-        """M of each layer."""
-
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
         return None
 
-    def see_inputs(self, layer: str, call: Call) -> None:
-        rows = call.inputs(call.source.detach())
-        self.rows[layer] = self.rows.get(layer, 0) + len(rows)
-        self._add(layer, "A", rows)
-
-    def see_gradients(self, layer: str, rows: Tensor) -> None:
-        self._add(layer, "G", rows)
-
-    def _add(self, layer: str, side: str, rows: Tensor) -> None:
+    def empty(self, rows: Tensor) -> Total:
         size = rows.shape[1]
-        if (layer, side) not in self._sums:
-            empty = rows.new_zeros((size, size) if size <= WIDEST else (), dtype=torch.float64)
-            self._sums[layer, side] = empty if size <= WIDEST else Sketch(size, rows)
-        total = self._sums[layer, side]
-        if isinstance(total, Sketch):
-            total.add(rows)
-        else:
-            with torch.autocast(rows.device.type, enabled=False):
-                add_gram(total, rows.double())
-
-    def factor(self, layer: str, side: str, terms: int) -> Tensor | Sketched | None:
-        """The mean, or the sketch of one that is too wide; given once, as the sum becomes it."""
-        total = self._sums.pop((layer, side), None)
-        count = self.rows[layer] if side == "A" else terms
-        if isinstance(total, Sketch):
-            return total.factor(count)
-        return None if total is None else mirrored(total).div_(count)
+        return HalfGram(size, rows.device, torch.float64) if size <= WIDEST else Sketch(size, rows)
 
 
 def flattest(factor: Tensor | Sketched, count: int = 1) -> Tensor:

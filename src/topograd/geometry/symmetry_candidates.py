@@ -137,6 +137,8 @@ class Calls:
         """The paths of the maps that were called."""
         self.readers: dict[str, list[str]] = {}
         """For each module whose output went into maps, their paths."""
+        self.attentions: dict[str, str] = {}
+        """For each nn.MultiheadAttention whose queries, keys and values are of one tensor, what made it."""
         self._maps = maps
         self._places: dict[str, list[tuple[int, int]]] = {}  # weight -> when it was called, since when its
         self._since: dict[tuple[int, int], int] = {}  # input had been there
@@ -162,7 +164,7 @@ class Calls:
         handles = [
             module.register_forward_hook(self._hook(path, module))
             for path, module in model.named_modules()
-            if path in self._maps or not list(module.children())
+            if path in self._maps or not list(module.children()) or isinstance(module, nn.MultiheadAttention)
         ]
         try:
             yield
@@ -176,10 +178,14 @@ class Calls:
 
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             x = inputs[0] if inputs else None
+            if isinstance(module, nn.MultiheadAttention) and all(one is x for one in inputs[1:3]):
+                if (made := self._sources.get(x.untyped_storage().data_ptr())) is not None:  # type: ignore[union-attr]
+                    self.attentions[path] = made
+                return
             if not isinstance(x, Tensor) or not isinstance(output, Tensor):
                 return
             self._alive += [x, output]
-            read, made = x.untyped_storage().data_ptr(), output.untyped_storage().data_ptr()
+            read, place = x.untyped_storage().data_ptr(), output.untyped_storage().data_ptr()
             source = self._sources.get(read)
             if path in self._maps:
                 self.order.append(path)
@@ -189,9 +195,9 @@ class Calls:
                 if source is not None:
                     self.readers.setdefault(source, []).append(path)
             if not silent:
-                self._sources[made] = path
+                self._sources[place] = path
             elif source is not None:
-                self._sources[made] = source
+                self._sources[place] = source
 
         return hook
 

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from topograd.geometry.monitors.layernorm import normalises
 from topograd.geometry.symmetries import (
     ChannelScale,
     Form,
@@ -73,6 +74,9 @@ TOLERANCE = 1e-7
 ROUNDING = 1e4
 """In units of the type's rounding, where that is more than TOLERANCE."""
 NOISE = 0.3
+CLEAR = 1e3
+"""A smaller effect of one tensor alone counts where it is this many times the residual: in a fresh model that
+of queries is."""
 FACTOR = 1.5
 """On a tensor as a whole."""
 
@@ -160,11 +164,14 @@ class _Search(Response):
         for one in symmetries:
             moved |= one.act({**self.parameters, **moved}, generator)
         softmax = any(one.up_to_softmax for one in symmetries)
-        if not self.away(moved, softmax) <= self.tolerance:
+        residual = self.away(moved, softmax)
+        if not residual <= self.tolerance:
             return False
         name = symmetries[0].names[0]
         alone = {name: moved[name]} if len(moved) > 1 else {name: FACTOR * self.parameters[name]}
-        return self.away(alone, softmax) > self.tolerance
+        effect = self.away(alone, softmax)
+        rounding = ROUNDING * torch.finfo(self.before[0].dtype).eps
+        return effect > self.tolerance or effect > max(rounding, CLEAR * residual)
 
     def confirmed(self, symmetries: Sequence[Symmetry]) -> list[Symmetry]:
         """All, if they hold together; else what is confirmed of either half."""
@@ -300,28 +307,49 @@ class _Search(Response):
         """Of maps that write into a stream which LayerNorms read; one of each kind first, then all of it."""
         norms = [module for module in self.model.modules() if isinstance(module, nn.LayerNorm)]
         widths = {norm.normalized_shape[0] for norm in norms if len(norm.normalized_shape) == 1}
+        writers = [
+            (path, one.outputs, one.weight, one.bias, int(one.turned)) for path, one in self.maps.items()
+        ]
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):  # patches of images
+                weight, bias = (
+                    None if p is None else self.names[id(p)] for p in (module.weight, module.bias)
+                )
+                writers.append((path, module.out_channels, str(weight), bias, 0))
         kinds: dict[tuple[str, bool], list[Shift]] = {}
-        for path, one in self.maps.items():
-            if one.outputs in widths and one.outputs != self._width:
+        for path, outputs, weight, bias, dim in writers:
+            if outputs in widths and outputs != self._width:
                 like = re.sub(r"\d+", "", path)
-                dim = int(one.turned)
-                kinds.setdefault((like, False), []).append(Shift(one.weight, False, dim, stream=True))
-                if one.bias is not None:
-                    kinds.setdefault((like, True), []).append(Shift(one.bias, False, stream=True))
+                kinds.setdefault((like, False), []).append(Shift(weight, False, dim, stream=True))
+                if bias is not None:
+                    kinds.setdefault((like, True), []).append(Shift(bias, False, stream=True))
         for first, *others in kinds.values():
             if self.holds(first):
                 yield from (first, *self.confirmed(others))
 
     def kernel_shifts(self) -> Iterator[KernelShift]:
         """Of every map that was seen to read a LayerNorm's output."""
-        for path, readers in self.calls.readers.items():
-            norm = self.model.get_submodule(path)
-            if not isinstance(norm, nn.LayerNorm) or len(norm.normalized_shape) != 1:
+        every = {*self.calls.readers, *self.calls.attentions.values()}
+        for path, norm in self.model.named_modules():
+            if path not in every or not isinstance(norm, nn.LayerNorm) or len(norm.normalized_shape) != 1:
                 continue
-            gain, beta = (None if p is None else self.names[id(p)] for p in (norm.weight, norm.bias))
-            for one in dict.fromkeys(self.maps[reader] for reader in readers):
+            gain = None if norm.weight is None else self.names[id(norm.weight)]
+            zero = norm.bias is None or not norm.bias.any()
+            beta = None if zero else self.names[id(norm.bias)]
+            maps = [self.maps[reader] for reader in self.calls.readers.get(path, ())]
+            maps += self._packed(path)
+            for one in dict.fromkeys(maps):
                 if one.inputs == norm.normalized_shape[0] and (beta is None or one.bias is not None):
-                    yield KernelShift(one.weight, one.bias, gain, beta, one.turned)
+                    yield KernelShift(one.weight, one.bias if beta else None, gain, beta, one.turned)
+
+    def _packed(self, source: str) -> Iterator[Map]:
+        """Queries, keys and values in one matrix, of the attentions that read a module."""
+        for path, made in self.calls.attentions.items():
+            attention: Any = self.model.get_submodule(path)
+            weight, bias = attention.in_proj_weight, attention.in_proj_bias
+            if made == source and weight is not None:
+                label = None if bias is None else self.names[id(bias)]
+                yield Map(self.names[id(weight)], label, *weight.shape)
 
     def _head(self) -> tuple[Map | None, tuple[str, ...]]:
         """The last map that was called with as many outputs as the network, and its stages' own matrices."""
@@ -334,15 +362,27 @@ class _Search(Response):
 
 
 def jittered(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters in float64, with noise of a part of their own size."""
+    """The parameters in float64, with noise of a part of their own size.
+
+    Gains and biases of norms that are one number stay: what is flat for that alone is flat in this model.
+    """
     generator = torch.Generator().manual_seed(0)
+    norms = [module for module in model.modules() if normalises(module)]
+    own = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     values = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach().double()
+        if id(parameter) in own and _is_constant(parameter):
+            values[name] = value
+            continue
         size = NOISE * (float(value.square().mean().sqrt()) or 1.0)
         noise = torch.randn(value.shape, generator=generator).to(value)
         values[name] = value.add(noise, alpha=size)
     return values
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    return bool((parameter == parameter.flatten()[0]).all())
 
 
 def floating_tensors(output: Any) -> list[Tensor]:

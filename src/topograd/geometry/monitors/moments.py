@@ -9,7 +9,7 @@ Statement. For rows h_1..h_n (a row is one sample, or one position of one sample
 and two sets of rows are joined by  S = S₁ + S₂ + (n₁n₂ / n) δδᵀ,  δ = m₂ - m₁,  so that no large mean is
 subtracted from a large square.
 
-Symbols and shapes. H (n, d) with any leading shape flattened; m (d,), S (d, d). Cost: 2 n d² in float64.
+Symbols and shapes. H (n, d) with any leading shape flattened; m (d,), S (d, d). Cost: n d² in float64.
 Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances".
 Limits. An eigenvalue of M below `resolution` of the largest is rounding: that of float64's eigenvalues, or
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import GeometryError
+from topograd.geometry.gram_sums import gram
 
 RESOLUTION = 1e-14
 """Of the largest eigenvalue: what `eigvalsh` can tell from zero in float64, for few columns."""
@@ -64,7 +65,7 @@ class Moments:
                 remedy="look for the first layer that overflows",
             )
         rows = rows - mean
-        self._join(len(rows), mean, rows.T @ rows)
+        self._join(len(rows), mean, gram(rows))
 
     def joined(self, other: Moments) -> Moments:
         """The moments of the rows of both."""

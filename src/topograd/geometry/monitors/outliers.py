@@ -24,12 +24,12 @@ MIN_READINGS = 10
 """Before the first alarm of a signal."""
 
 
-def deviation(past: Sequence[float], here: float, side: Side) -> float:
+def deviation(past: Sequence[float], here: float, side: Side, readings: int = MIN_READINGS) -> float:
     """Robust standard deviations between a reading and the median of those before it, on its bad side.
 
-    0 before MIN_READINGS. A deviation is taken to be at least SLACK.
+    0 before so many readings. A deviation is taken to be at least SLACK.
     """
-    if len(past) < MIN_READINGS:
+    if len(past) < readings:
         return 0.0
     median = statistics.median(past)
     spread = statistics.median(abs(one - median) for one in past)

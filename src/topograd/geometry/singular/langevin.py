@@ -222,17 +222,9 @@ def run_chain(
                     )
         burning = i < settings.burn_in
         scale.see(gradient, learn=burning)
-        moved: list[Tensor] = []
-        for name, w in weights.items():
-            away = w - center[name]
-            u = tempered * gradient[name] + settings.localization * away
-            moved.append((away * u).sum())
-            M = scale[name]
-            weights[name] = (
-                w
-                - settings.step / 2 * M * u
-                + (settings.step * M) ** 0.5 * target.inside(name, noise.like(w))
-            )
+        weights, moved = _stepped(
+            target, weights, center, gradient, tempered, settings.localization, settings.step, noise, scale
+        )
         if not burning:
             virial.append(torch.stack([part.to(moved[0]) for part in moved]))
             if (i - settings.burn_in + 1) % settings.thin == 0:
@@ -242,6 +234,28 @@ def run_chain(
             on_step(number * steps + i + 1, settings.chains * steps)
     each = [sum(parts) / size for parts in to_host(virial)]
     return Chain(torch.stack(draws), sum(each) / len(each))
+
+
+def _stepped(
+    target: Target,
+    weights: Weights,
+    center: Weights,
+    gradient: Weights,
+    tempered: float,
+    pull: float,
+    step: float,
+    noise: Noise,
+    scale: Preconditioner,
+) -> tuple[Weights, list[Tensor]]:
+    """One step from these weights, and (w - w*)·u of every tensor before it."""
+    found, virial = {}, []
+    for name, w in weights.items():
+        away = w - center[name]
+        u = tempered * gradient[name] + pull * away
+        virial.append((away * u).sum())
+        M = scale[name]
+        found[name] = w - step / 2 * M * u + (step * M) ** 0.5 * target.inside(name, noise.like(w))
+    return found, virial
 
 
 class Noise:
@@ -370,11 +384,6 @@ def _wandered(
         if not math.isfinite(value):
             return None
         scale.see(gradient, learn=True)
-        moved = {}
-        for name, w in weights.items():
-            M = scale[name]
-            u = tempered * gradient[name] + pull * (w - center[name])
-            moved[name] = w - step / 2 * M * u + (step * M) ** 0.5 * target.inside(name, noise.like(w))
-        weights = moved
+        weights, _ = _stepped(target, weights, center, gradient, tempered, pull, step, noise, scale)
     finite = first_not_finite(weights) is None
     return weights if finite and math.isfinite(target.gradient(weights, target.batches[0])[0]) else None
