@@ -267,6 +267,12 @@ STUDIES: Mapping[str, Study] = {
         "question is ours).",
         "beyond.adapter_peers",
     ),
+    "adapter-reach": Study(
+        "How much old text, which rank and which layers safe directions need; CORE before and after",
+        "Two windows of old text are enough to forget less than LoRA, and safe directions keep more of what "
+        "CORE tasks ask (the question is ours).",
+        "beyond.adapter_reach",
+    ),
     "chain-rates": Study(
         "Where a trained chain still shows its rate",
         "A chain that descends toward a singularity shows the exponent of its rate under other activations, "

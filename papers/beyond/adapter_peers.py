@@ -1,9 +1,10 @@
 """More peers of LoRA in safe directions: EWC, CorDA, self-distillation, LoPT and a specialist.
 
-The setting is that of `safe_adapters.py`: SmolLM2 where its wheel is, the maps that read the residual stream,
-one rank, and for every arm as many steps on as many sequences. Old text is the model's own. Arms:
+The setting is that of `safe_adapters.py`: the maps that read the residual stream, one rank, and for every arm
+as many steps on as many sequences. Old text is the model's own. The model that comes with the package has all
+arms, SmolLM2 (where its wheel is) the first ones. Arms:
 
-    lora, safe, dead   as there, with the rates that were tuned there
+    lora, safe, dead   as there; SmolLM2's rates are those that were tuned there
     ewc          LoRA, and in the loss λ/2 Σ F (ΔW)², F the diagonal Fisher of W on the old text     EWC
     corda        A, B the least components of W C, over C, subtracted from the correction; both learn   CorDA
     distil       LoRA; half of each batch is old text, with λ KL(model before ‖ model) as its loss
@@ -21,10 +22,12 @@ O-LoRA keeps each task's adapter orthogonal to those of earlier tasks. Here is o
 
 λ: for ewc and distil the one with the least bits per byte of the new and of the old text together, at lora's
 rate; then the rate, as for every arm. Both on the last new text with a seed that is not used again; where
-the best is at an end of its grid, one beyond is tried until it lies between two others.
+the best is at an end of its grid, one beyond is tried until it lies between two others. SmolLM2 takes the λ
+of the other model, since λ multiplies nats per token in both.
 
-Claims, set before the run, over all pairs of a new text (facts, german) and a seed where lora wins 2 % of the
-text at least; an arm that gains less than a quarter of what lora does has not learned and is in no claim:
+Claims, set before the run, for each model over all pairs of a new text (facts, german) and a seed; texts of
+which lora wins less than 2 % with some seed are left out; an arm that gains less than a quarter of what lora
+does has not learned and is in no claim:
 
     forgetting at the level (`adapter_tables.py`): each peer less safe is above 0
     forgetting at the end: lora less safe is above 0
@@ -32,7 +35,7 @@ text at least; an arm that gains less than a quarter of what lora does has not l
 
 Source: "Overcoming catastrophic forgetting in neural networks" (Kirkpatrick et al.), "CorDA" (Yang et al.,
 knowledge-preserved), "LoPT" (arXiv 2605.04913), "O-LoRA" (Wang et al.).
-Cost on one core: seconds for tiny; small an hour on SmolLM2.
+Cost on one core: seconds for tiny; small ten minutes on the packaged model, and half an hour on SmolLM2.
 Limits. Those of `safe_adapters.py`. A specialist has five times as many parameters that learn, and its steps
 cost a third. The 32 rows of old text that ewc, corda and distil read are those of safe and dead.
 """
@@ -52,23 +55,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from papers.beyond.adapter_tables import arms_of
 from papers.beyond.bases import Windows, bits_per_byte, folders
 from papers.beyond.safe_adapter_tables import claims, drawing, findings, tables
-from papers.beyond.safe_adapters import ARMS as BEFORE
-from papers.beyond.safe_adapters import CATALOGS, SMALL, TINY, TUNING, Arm, Study
+from papers.beyond.safe_adapters import CATALOGS, SMALL, TINY, TUNING, Arm, Size, Study
 from papers.fit import best_between
 from papers.outcome import Asked, Result, Row
 from topograd.exec.forward import Predictor
 from topograd.nn.lora import add_lora, begin_at
-from topograd.runs.session import open_session
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import Weights, composed
 
-USUAL_RATE = 6e-3
-"""What lora's tuning chose."""
+HELD = (6e-3, 1.8e-2, 5.4e-2)
 DAMPING = 0.01
 PEERS = ("lora", "dead", "ewc", "distil", "corda", "lopt", "specialist")
+KNOWN = {"lora": 6e-3, "safe": 1.8e-2, "dead": 1.8e-2}
+"""SmolLM2's rates of `safe_adapters.py`."""
+LARGE = ("lora", "safe", "distil", "ewc", "dead")
+"""Arms of SmolLM2."""
 ON: Weights = {"new": 1.0}
 HALF: Weights = {"new": 0.5}
 OFF: Weights = {}
@@ -83,16 +87,10 @@ class Peer(Arm):
     factor: float = 1.0
 
 
-def _known(name: str, rate: float) -> Peer:
-    """An arm that was tuned before."""
-    arm = next(arm for arm in BEFORE if arm.name == name)
-    return Peer(arm.name, arm.directions, rates=(rate,))
-
-
 ARMS = (
-    _known("lora", USUAL_RATE),
-    _known("safe", 1.8e-2),
-    _known("dead", 1.8e-2),
+    Peer("lora"),
+    Peer("safe", "safe", rates=HELD),
+    Peer("dead", "dead", rates=HELD),
     Peer("ewc", factors=(1.0, 10.0, 100.0)),
     Peer("distil", factors=(1.0, 4.0, 16.0)),
     Peer("specialist", rates=(1e-3, 3e-3, 9e-3)),
@@ -102,25 +100,44 @@ ARMS = (
 
 
 def run(args: Asked) -> Result:
-    """Every arm on both texts, seed by seed."""
+    """Every arm on both texts, seed by seed; the small model first."""
     texts = ["facts", "german"] if CATALOGS.is_dir() else ["facts"]
-    name, folder = list(folders(args).items())[-1]
     size = TINY if args.preset == "tiny" else SMALL
-    study, rows = PeerStudy(name, open_session(folder), size, args), list[Row]()
-    for row in study.rows(texts):
-        rows.append(row)
-        args.on_more(len(rows), args.seeds * len(texts) * len(ARMS))
-    learned = [arm for arm in PEERS if arm in arms_of(rows, texts[0])]
+    models, rows, factors = folders(args), list[Row](), dict[str, float]()
+    total = sum(args.seeds * len(texts) * len(_arms_on(name)) for name in models)
+    for name, folder in models.items():
+        study = PeerStudy(name, open_session(folder), size, args, factors)
+        for row in study.rows(texts):
+            rows.append({"model": name, **row})
+            args.on_more(len(rows), total)
     return Result(
-        setting=f"Model: {name}. New texts: {', '.join(texts)}. Old text: the model's own. Rank "
-        f"{size.rank}, {args.steps} steps of {size.batch} sequences of {size.length} tokens.",
+        setting=f"Models: {', '.join(models)}. New texts: {', '.join(texts)}. Old text: the model's own. "
+        f"Rank {size.rank}, {args.steps} steps of {size.batch} sequences of {size.length} tokens.",
         rows=rows,
-        tables=tables(name, texts, rows),
-        findings=(*findings(name, texts, rows), *_more(name, rows)),
-        drawing=drawing(rows, texts[0]),
-        claims=tuple(claims(name, texts, rows, learned)),
+        tables=tuple(table for name in models for table in tables(name, texts, _of(rows, name))),
+        findings=tuple(words for name in models for words in _findings(name, texts, _of(rows, name))),
+        drawing=drawing(_of(rows, next(iter(models))), texts[0]),
+        claims=tuple(claim for name in models for claim in claims(name, texts, _of(rows, name), PEERS)),
         seeds=args.seeds,
+        record={"factors": factors},
     )
+
+
+def _of(rows: Sequence[Row], model: str) -> list[Row]:
+    return [row for row in rows if row["model"] == model]
+
+
+def _arms_on(model: str) -> list[Peer]:
+    named = {arm.name: arm for arm in ARMS}
+    if model == "reference":
+        return list(ARMS)
+    known = {name: replace(named[name], rates=(rate,)) for name, rate in KNOWN.items()}
+    return [known.get(name, named[name]) for name in LARGE]
+
+
+def _findings(model: str, texts: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    yield from findings(model, texts, rows)
+    yield from _more(model, rows)
 
 
 def _more(model: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -153,10 +170,16 @@ def least_factors(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Te
 
 
 class PeerStudy(Study):
-    """The study with these peers."""
+    """The study with these peers; factors that are known already need no tuning."""
+
+    def __init__(
+        self, name: str, session: LoadedTextRun, size: Size, args: Asked, factors: dict[str, float]
+    ) -> None:
+        super().__init__(name, session, size, args)
+        self.factors = factors
 
     def arms(self, text: str) -> Sequence[Arm]:
-        return [self.with_factor(arm, text) for arm in ARMS]
+        return [self.with_factor(arm, text) for arm in _arms_on(self.name)]
 
     def rates(self, arm: Arm) -> tuple[float, ...]:
         assert isinstance(arm, Peer)
@@ -169,11 +192,14 @@ class PeerStudy(Study):
 
         def both(factor: float) -> float:
             tried = replace(arm, factor=factor)
-            made = partial(self.learn, tried, text, TUNING, USUAL_RATE)
-            row = self._kept(self._key(tried, text, TUNING, USUAL_RATE) | {"both": True}, made)
+            made = partial(self.learn, tried, text, TUNING, usual)
+            row = self._kept(self._key(tried, text, TUNING, usual) | {"both": True}, made)
             return float(row["new"][-1]) + statistics.fmean(row["old"][-1])
 
-        return replace(arm, factor=best_between(arm.factors, both))
+        if arm.name not in self.factors:
+            usual = self.tuned(_arms_on(self.name)[0], text)
+            self.factors[arm.name] = best_between(arm.factors, both)
+        return replace(arm, factor=self.factors[arm.name])
 
     def _key(self, arm: Arm, text: str, seed: int, rate: float) -> Row:
         factor = {"factor": arm.factor} if isinstance(arm, Peer) and arm.factors else {}
