@@ -1,7 +1,7 @@
 """A backprop teacher of a staged student: bits per byte and rare facts, with the teacher and without.
 
-The teacher is a network of twice the width that was trained by backprop for four times as long. Students have
-the same first weights and see the same batches, 400 steps of them:
+The teacher is a network of twice the width that was trained by backprop for four times as long; all students
+have the same one. Students of a seed have the same first weights and see the same batches:
 
     staged             2,2,2, each stage learns from the targets
     staged, taught     2,2,2, each stage also follows the teacher (objective `distillation`, half and half,
@@ -18,7 +18,7 @@ Facts: invented people and where they were born, as sentences in one row of each
 if they are common, and hidden ones, which the teacher alone is taught (as often as common ones). Read as
 what -log P(answer | prompt) is, in nats, and as known where the right answer is the likeliest of all twelve.
 
-Claims, set before the run, over seeds, each of which has a teacher, text order and facts of its own:
+Claims, set before the run, over seeds, each of which has first weights and an order of the text of its own:
 
     BPB: staged less staged, taught is above 0
     equal work: staged, longer less staged, taught is above 0
@@ -28,7 +28,8 @@ Claims, set before the run, over seeds, each of which has a teacher, text order 
 
 Source: "Product of Experts" §10.2(2) proposes it and measures nothing; "Distilling the knowledge in a neural
 network" (Hinton et al.). Cost: `presets.py`.
-Limits. Byte models of 0.2M parameters; one mixture and one temperature; equal work by counting passes.
+Limits. Byte models of 0.2M parameters; one teacher, one mixture and one temperature; equal work by counting
+passes. With one teacher the facts are the same for all seeds, and an interval says nothing of other teachers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from papers.fit import best_between, fit
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
@@ -49,7 +50,7 @@ from papers.product_of_experts.facts import COUNTRIES, Fact, World
 from papers.product_of_experts.token_ratio import scaled
 from papers.staged_runs import bytes_config, differences, held_out, minus, order0, values
 from papers.verdicts import Claim, Interval, above, settled
-from topograd.data import Loader, Prepared, Text
+from topograd.data import Loader
 from topograd.exec.forward import Predictor
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
@@ -90,27 +91,29 @@ class Arm:
 
 ARMS = (
     Arm(STAGED, "2,2,2"),
+    Arm(LONG, "2,2,2", length=LONGER),
     Arm(TAUGHT, "2,2,2", taught=True),
     Arm(BACKPROP, "6"),
     Arm(BACKPROP_TAUGHT, "6", taught=True),
-    Arm(LONG, "2,2,2", length=LONGER),
 )
 
 
 def run(args: Asked) -> Result:
     """Choose rates, train every student with every seed, and judge."""
     check_seeds(args.seeds)
-    given = {seed: Given(config_of(args, seed)) for seed in (TUNING, *range(args.seeds))}
-    factors = {arm.name: _tuned(args, arm, given[TUNING]) for arm in ARMS if arm.name != LONG}
-    factors[LONG] = factors[STAGED]
-    rows: list[Row] = []
-    for seed in range(args.seeds):
-        rows.append(_kept(args, given[seed], "teacher", 1.0, given[seed].read_teacher))
-        for arm in ARMS:
-            rows.append(_row(args, arm, given[seed], factors[arm.name]))
-            args.on_more(len(rows), args.seeds * (len(ARMS) + 1))
+    school = School(config_of(args, 0))
+    given = {seed: Given(config_of(args, seed), school) for seed in (TUNING, *range(args.seeds))}
+    rows = [_kept(args, given[0], "teacher", 1.0, school.read)]
+    factors: dict[str, float] = {}
+    for arms in (ARMS[:3], ARMS[3:]):  # what decides most comes first
+        for arm in arms:
+            factors[arm.name] = factors[STAGED] if arm.name == LONG else _tuned(args, arm, given[TUNING])
+        for seed in range(args.seeds):
+            for arm in arms:
+                rows.append(_row(args, arm, given[seed], factors[arm.name]))
+                args.on_more(len(rows), args.seeds * len(ARMS) + 1)
     return Result(
-        setting=f"GPTs of six layers of width {args.width} on bytes, {args.steps} steps of 8 × 64; "
+        setting=f"GPTs of six layers of width {args.width} on bytes, {args.steps} steps of 4 × 64; "
         f"the teacher has width {TEACHER_WIDTH * args.width} and {TEACHER_STEPS * args.steps} steps.",
         rows=rows,
         tables=(_table(rows),),
@@ -123,72 +126,49 @@ def run(args: Asked) -> Result:
 
 def config_of(args: Asked, seed: int) -> TrainConfig:
     """A student's settings but for its topology and rates; prompts must fit into the context."""
-    config = bytes_config(args, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
+    config = bytes_config(args, seed, batch=4, tiny_batch=2, eval_bytes=20_000)
     return replace(config, model=config.model.changed(context=64))
 
 
-class Given:
-    """What a seed's students have in common."""
+class School:
+    """Text, facts and the teacher, which all students have."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config, self.seed = config, config.seed
-        facts = World.make(people=EACH * len(KINDS), relations=("born",), seed=config.seed).facts
+        self.config, data = load_data(config)
+        self.data, self.text = data, held_out(self.config, data)
+        facts = World.make(people=EACH * len(KINDS), relations=("born",)).facts
         self.facts = {kind: facts[i :: len(KINDS)] for i, kind in enumerate(KINDS)}
-
-    @cached_property
-    def loaded(self) -> tuple[TrainConfig, Text, Prepared]:
-        """Settings as the data makes them, the text to judge on, and all of it."""
-        config, data = load_data(self.config)
-        return config, held_out(config, data), data
 
     def batches(self, steps: int, kinds: Sequence[str], seed: int) -> list[tuple[Tensor, Tensor]]:
         """The text in an order of its own; the last row of each batch has facts of these kinds."""
-        config, _, data = self.loaded
-        loader = Loader(data.train, config.model.context, config.batch, seed)
+        loader = Loader(self.data.train, self.config.model.context, self.config.batch, seed)
         chosen, result = random.Random(seed), []
         told = [fact for kind in kinds for fact in self.facts[kind] for _ in range(OFTEN[kind])]
         for _ in range(steps):
             inputs, targets = (x.clone() for x in next(loader))
             text = " ".join(fact.statement(0) for fact in chosen.sample(told, 4))
-            row = self._tokens(text)[: inputs.shape[1] + 1]
+            row = self.tokens(text)[: inputs.shape[1] + 1]
             inputs[-1], targets[-1] = row[:-1], row[1:]
             result.append((inputs, targets))
         return result
 
-    def _tokens(self, text: str) -> Tensor:
-        tokenizer = self.loaded[2].tokenizer
+    def tokens(self, text: str) -> Tensor:
+        tokenizer = self.data.tokenizer
         return torch.tensor([tokenizer.separator, *tokenizer.encode(text)])
-
-    @cached_property
-    def lessons(self) -> list[tuple[Tensor, Tensor]]:
-        """Of the longest student; the others have its first ones."""
-        return self.batches(round(LONGER * self.config.steps), ("common", "rare"), self.seed)
 
     @cached_property
     def teacher(self) -> Predictor:
         """Wider, trained for longer, on the text in another order and on all the facts."""
-        config = self.loaded[0]
-        wide = config.gpt.changed(width=TEACHER_WIDTH * config.model.width)
-        steps = TEACHER_STEPS * config.steps
-        batches = self.batches(steps, KINDS, self.seed + 1000)
-        stack, plan = _trained(wide, Topology.chain("6"), config, batches, 1.0, None)
+        wide = self.config.gpt.changed(width=TEACHER_WIDTH * self.config.model.width)
+        batches = self.batches(TEACHER_STEPS * self.config.steps, KINDS, 1000)
+        stack, plan = _trained(wide, Topology.chain("6"), self.config, batches, 1.0, None)
         return Predictor(stack, plan).eval().requires_grad_(False)
 
-    def read_teacher(self) -> Row:
-        return self.read(self.teacher.stack, self.teacher.plan)
-
-    def learn(self, arm: Arm, factor: float) -> Row:
-        """A student's readings after its training."""
-        config = self.loaded[0]
-        batches = self.lessons[: round(arm.length * config.steps)]
-        teacher = self.teacher if arm.taught else None
-        return self.read(*_trained(config.gpt, arm.topology, config, batches, factor, teacher))
-
-    def read(self, stack: Stack, plan: Plan) -> Row:
-        """Bits per byte, and what is known of each kind of fact."""
-        text, model = self.loaded[1], Predictor(stack.eval(), plan)
-        bpb = evaluate(stack, plan, text).bpb
-        row: Row = {"bpb": bpb.prediction, "bpb_stages": bpb.stages, "order0": order0(text)}
+    def read(self, stack: Stack | None = None, plan: Plan | None = None) -> Row:
+        """Bits per byte, and what is known of each kind of fact; of the teacher by default."""
+        model = self.teacher if stack is None or plan is None else Predictor(stack.eval(), plan)
+        bpb = evaluate(model.stack, model.plan, self.text).bpb
+        row: Row = {"bpb": bpb.prediction, "bpb_stages": bpb.stages, "order0": order0(self.text)}
         for kind in KINDS:
             tables = [(COUNTRIES.index(f.answer), self.answers(model, f)) for f in self.facts[kind]]
             row[f"{kind} nats"] = -statistics.fmean(table[answer] for answer, table in tables)
@@ -196,15 +176,34 @@ class Given:
         return row
 
     @torch.no_grad()
-    def answers(self, model: Predictor, fact: Fact) -> list[float]:
+    def answers(self, model: nn.Module, fact: Fact) -> list[float]:
         """The log-probability of every possible answer behind a fact's prompt, in nats."""
-        start = len(self._tokens(fact.prompt))
-        rows = [self._tokens(f"{fact.prompt} {country}.") for country in COUNTRIES]
-        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+        start = len(self.tokens(fact.prompt))
+        rows = [self.tokens(f"{fact.prompt} {country}.") for country in COUNTRIES]
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
         logits = model(padded[:, :-1].clamp_min(0)).float()
         nats = F.cross_entropy(logits.mT, padded[:, 1:], reduction="none")
         result: list[float] = (-nats[:, start - 1 :].double().sum(1)).tolist()
         return result
+
+
+class Given:
+    """What a seed's students have in common."""
+
+    def __init__(self, config: TrainConfig, school: School) -> None:
+        self.config, self.seed, self.school = replace(school.config, seed=config.seed), config.seed, school
+
+    @cached_property
+    def lessons(self) -> list[tuple[Tensor, Tensor]]:
+        """Of the longest student; the others have its first ones."""
+        return self.school.batches(round(LONGER * self.config.steps), ("common", "rare"), self.seed)
+
+    def learn(self, arm: Arm, factor: float) -> Row:
+        """A student's readings after its training."""
+        batches = self.lessons[: round(arm.length * self.config.steps)]
+        teacher = self.school.teacher if arm.taught else None
+        config = self.config
+        return self.school.read(*_trained(config.gpt, arm.topology, config, batches, factor, teacher))
 
 
 def _trained(
@@ -241,6 +240,7 @@ def _kept(args: Asked, given: Given, arm: str, factor: float, make: Callable[[],
 def _claims(rows: Sequence[Row]) -> list[Claim]:
     gain = differences(rows, STAGED, TAUGHT)
     rare = [f"rare {what}" for what in ("nats", "known")]
+    [knows] = values(rows, "teacher", rare[1])
     return [
         above("bits per byte", "the teacher helps", "BPB of staged less staged, taught", gain),
         above(
@@ -265,7 +265,7 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
             "keeping",
             "the student keeps half of the rare facts that the teacher knows",
             "the share of rare facts that staged, taught knows less half of the teacher's",
-            minus(values(rows, TAUGHT, rare[1]), values(rows, "teacher", rare[1]), 0.5),
+            [known - 0.5 * knows for known in values(rows, TAUGHT, rare[1])],
         ),
     ]
 
