@@ -129,8 +129,16 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(60, 16, seeds=3),
         "long": Size(180, 32, seeds=3),
     },
-    "adapter-peers": {"tiny": Size(0.3, 3, seeds=1), "small": Size(60, 16, seeds=3)},
-    "adapter-reach": {"tiny": Size(0.3, 3, seeds=1), "small": Size(20, 16, seeds=2)},
+    "adapter-peers": {
+        "tiny": Size(0.3, 3, seeds=1),
+        "small": Size(5, 16, seeds=3),
+        "long": Size(35, 16, seeds=3),
+    },
+    "adapter-reach": {
+        "tiny": Size(0.3, 3, seeds=1),
+        "small": Size(3, 16, seeds=3),
+        "long": Size(20, 16, seeds=1),
+    },
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {
         "tiny": Size(0.1, (10,), seeds=1),

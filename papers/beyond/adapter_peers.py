@@ -2,7 +2,7 @@
 
 The setting is that of `safe_adapters.py`: the maps that read the residual stream, one rank, and for every arm
 as many steps on as many sequences. Old text is the model's own. The model that comes with the package has all
-arms, SmolLM2 (where its wheel is) the first ones. Arms:
+arms; the preset long has the first ones on SmolLM2 (where its wheel is). Arms:
 
     lora, safe, dead   as there; SmolLM2's rates are those that were tuned there
     ewc          LoRA, and in the loss λ/2 Σ F (ΔW)², F the diagonal Fisher of W on the old text     EWC
@@ -23,7 +23,7 @@ O-LoRA keeps each task's adapter orthogonal to those of earlier tasks. Here is o
 λ: for ewc and distil the one with the least bits per byte of the new and of the old text together, at lora's
 rate; then the rate, as for every arm. Both on the last new text with a seed that is not used again; where
 the best is at an end of its grid, one beyond is tried until it lies between two others. SmolLM2 takes the λ
-of the other model, since λ multiplies nats per token in both.
+that the other model's run chose, since λ multiplies nats per token in both.
 
 Claims, set before the run, for each model over all pairs of a new text (facts, german) and a seed; texts of
 which lora wins less than 2 % with some seed are left out; an arm that gains less than a quarter of what lora
@@ -35,7 +35,7 @@ does has not learned and is in no claim:
 
 Source: "Overcoming catastrophic forgetting in neural networks" (Kirkpatrick et al.), "CorDA" (Yang et al.,
 knowledge-preserved), "LoPT" (arXiv 2605.04913), "O-LoRA" (Wang et al.).
-Cost on one core: seconds for tiny; small ten minutes on the packaged model, and half an hour on SmolLM2.
+Cost on one core: seconds for tiny; small five minutes, long half an hour.
 Limits. Those of `safe_adapters.py`. A specialist has five times as many parameters that learn, and its steps
 cost a third. The 32 rows of old text that ewc, corda and distil read are those of safe and dead.
 """
@@ -57,12 +57,12 @@ from torch import Tensor, nn
 
 from papers.beyond.bases import Windows, bits_per_byte, folders
 from papers.beyond.safe_adapter_tables import claims, drawing, findings, tables
-from papers.beyond.safe_adapters import CATALOGS, SMALL, TINY, TUNING, Arm, Size, Study
+from papers.beyond.safe_adapters import CATALOGS, SMALL, TINY, TUNING, Arm, Study
 from papers.fit import best_between
 from papers.outcome import Asked, Result, Row
 from topograd.exec.forward import Predictor
 from topograd.nn.lora import add_lora, begin_at
-from topograd.runs.session import LoadedTextRun, open_session
+from topograd.runs.session import open_session
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import Weights, composed
 
@@ -73,6 +73,8 @@ KNOWN = {"lora": 6e-3, "safe": 1.8e-2, "dead": 1.8e-2}
 """SmolLM2's rates of `safe_adapters.py`."""
 LARGE = ("lora", "safe", "distil", "ewc", "dead")
 """Arms of SmolLM2."""
+FACTORS = {"ewc": 10.0, "distil": 1.0}
+"""Chosen on the packaged model."""
 ON: Weights = {"new": 1.0}
 HALF: Weights = {"new": 0.5}
 OFF: Weights = {}
@@ -100,31 +102,26 @@ ARMS = (
 
 
 def run(args: Asked) -> Result:
-    """Every arm on both texts, seed by seed; the small model first."""
+    """Every arm on both texts, seed by seed."""
     texts = ["facts", "german"] if CATALOGS.is_dir() else ["facts"]
     size = TINY if args.preset == "tiny" else SMALL
-    models, rows, factors = folders(args), list[Row](), dict[str, float]()
-    total = sum(args.seeds * len(texts) * len(_arms_on(name)) for name in models)
-    for name, folder in models.items():
-        study = PeerStudy(name, open_session(folder), size, args, factors)
-        for row in study.rows(texts):
-            rows.append({"model": name, **row})
-            args.on_more(len(rows), total)
+    models = folders(args)
+    name = list(models)[-1] if args.preset == "long" else "reference"
+    study = PeerStudy(name, open_session(models[name]), size, args)
+    rows: list[Row] = []
+    for row in study.rows(texts):
+        rows.append(row)
+        args.on_more(len(rows), args.seeds * len(texts) * len(_arms_on(name)))
     return Result(
-        setting=f"Models: {', '.join(models)}. New texts: {', '.join(texts)}. Old text: the model's own. "
+        setting=f"Model: {name}. New texts: {', '.join(texts)}. Old text: the model's own. "
         f"Rank {size.rank}, {args.steps} steps of {size.batch} sequences of {size.length} tokens.",
         rows=rows,
-        tables=tuple(table for name in models for table in tables(name, texts, _of(rows, name))),
-        findings=tuple(words for name in models for words in _findings(name, texts, _of(rows, name))),
-        drawing=drawing(_of(rows, next(iter(models))), texts[0]),
-        claims=tuple(claim for name in models for claim in claims(name, texts, _of(rows, name), PEERS)),
+        tables=tables(name, texts, rows),
+        findings=(*findings(name, texts, rows), *_more(name, rows)),
+        drawing=drawing(rows, texts[0]),
+        claims=tuple(claims(name, texts, rows, PEERS)),
         seeds=args.seeds,
-        record={"factors": factors},
     )
-
-
-def _of(rows: Sequence[Row], model: str) -> list[Row]:
-    return [row for row in rows if row["model"] == model]
 
 
 def _arms_on(model: str) -> list[Peer]:
@@ -132,12 +129,8 @@ def _arms_on(model: str) -> list[Peer]:
     if model == "reference":
         return list(ARMS)
     known = {name: replace(named[name], rates=(rate,)) for name, rate in KNOWN.items()}
-    return [known.get(name, named[name]) for name in LARGE]
-
-
-def _findings(model: str, texts: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    yield from findings(model, texts, rows)
-    yield from _more(model, rows)
+    factors = {name: replace(named[name], factor=factor, factors=()) for name, factor in FACTORS.items()}
+    return [(known | factors).get(name, named[name]) for name in LARGE]
 
 
 def _more(model: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -170,13 +163,7 @@ def least_factors(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Te
 
 
 class PeerStudy(Study):
-    """The study with these peers; factors that are known already need no tuning."""
-
-    def __init__(
-        self, name: str, session: LoadedTextRun, size: Size, args: Asked, factors: dict[str, float]
-    ) -> None:
-        super().__init__(name, session, size, args)
-        self.factors = factors
+    """The study with these peers."""
 
     def arms(self, text: str) -> Sequence[Arm]:
         return [self.with_factor(arm, text) for arm in _arms_on(self.name)]
@@ -196,10 +183,8 @@ class PeerStudy(Study):
             row = self._kept(self._key(tried, text, TUNING, usual) | {"both": True}, made)
             return float(row["new"][-1]) + statistics.fmean(row["old"][-1])
 
-        if arm.name not in self.factors:
-            usual = self.tuned(_arms_on(self.name)[0], text)
-            self.factors[arm.name] = best_between(arm.factors, both)
-        return replace(arm, factor=self.factors[arm.name])
+        usual = self.tuned(_arms_on(self.name)[0], text)
+        return replace(arm, factor=best_between(arm.factors, both))
 
     def _key(self, arm: Arm, text: str, seed: int, rate: float) -> Row:
         factor = {"factor": arm.factor} if isinstance(arm, Peer) and arm.factors else {}

@@ -1,7 +1,8 @@
 """Reach of safe directions: how much old text, which rank and layers, and CORE tasks before and after.
 
-The setting, the arms lora, safe and dead and their rates are those of `safe_adapters.py`, on the new text
-that is forgotten over most there (facts). One thing is changed at a time; the middle is 32 windows of old
+The setting and the arms lora, safe and dead are those of `safe_adapters.py`, on the new text that is forgotten
+over most there (facts), with the rates that were tuned for each model. The model is the one that comes with
+the package; the preset long has SmolLM2 (where its wheel is), and the CORE tasks. One thing is changed at a time; the middle is 32 windows of old
 text, rank 4, the maps of all layers:
 
     old text    2, 8 and 32 windows of 64 tokens (fewer tokens than inputs with 2 and 8), safe and dead
@@ -21,7 +22,7 @@ Claims, set before the run:
     old text    over seeds, what safe forgets at the end with 2 windows less what lora forgets is below 0
     CORE        the items that safe answers right less those that lora does, over all items, is above 0
 
-Cost on one core: seconds for tiny; small twenty minutes on SmolLM2.
+Cost on one core: seconds for tiny; small three minutes, long twenty.
 Limits. One text, few seeds, one rate. CORE has few items of four tasks and one training of each arm: its
 intervals are over items.
 """
@@ -52,9 +53,13 @@ from topograd.geometry.safe_directions import input_moments
 from topograd.runs.session import open_session
 
 TEXT = "facts"
-RATES = {"lora": 6e-3, "safe": 1.8e-2, "dead": 1.8e-2}
+RATES = {
+    "reference": {"lora": 1.8e-2, "safe": 0.162, "dead": 0.162},
+    "smollm2": {"lora": 6e-3, "safe": 1.8e-2, "dead": 1.8e-2},
+}
+"""Of `adapter_peers.py` and of `safe_adapters.py`."""
 TASK_NAMES = ("copa", "winograd", "openbook_qa", "lambada_openai")
-ITEMS = {"tiny": 2, "small": 50}
+ITEMS = {"tiny": 2, "long": 50}
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,14 @@ CURVES: tuple[tuple[str, str, tuple[str, ...], tuple[Place, ...]], ...] = (
 
 def run(args: Asked) -> Result:
     """The middle first, then each curve, seed by seed; CORE with the first seed."""
-    name, folder = list(folders(args).items())[-1]
+    models = folders(args)
+    name = list(models)[-1] if args.preset == "long" else "reference"
     size = TINY if args.preset == "tiny" else SMALL
     tasks = None if args.kept.file is None else args.kept.file.parent / "core"
-    tasks = tasks if tasks is not None and tasks.is_dir() else None
-    study, rows = ReachStudy(name, open_session(folder), size, args, tasks), list[Row]()
-    todo = [(arm, MIDDLE) for arm in RATES]
+    if args.preset == "small" or tasks is None or not tasks.is_dir():
+        tasks = None
+    study, rows = ReachStudy(name, open_session(models[name]), size, args, tasks), list[Row]()
+    todo = [(arm, MIDDLE) for arm in ("lora", "safe", "dead")]
     todo += [(arm, place) for _, _, arms, places in CURVES for arm in arms for place in places]
     todo = list(dict.fromkeys(todo))
     for seed in range(args.seeds):
@@ -91,7 +98,7 @@ def run(args: Asked) -> Result:
     core = study.before_core() if tasks is not None else None
     return Result(
         setting=f"Model: {name}. New text: {TEXT}. {args.steps} steps of {size.batch} sequences of "
-        f"{size.length} tokens; rates {RATES}.",
+        f"{size.length} tokens; rates {RATES[name]}.",
         rows=rows,
         tables=(*(_curve(*curve, rows) for curve in CURVES), *(() if core is None else (_core(core, rows),))),
         claims=tuple(_claims(core, rows)),
@@ -117,8 +124,9 @@ class ReachStudy(Study):
         self.size = replace(self.size, rank=min(place.rank, 4 if self.args.preset == "tiny" else place.rank))
         self.windows, self._read = place.old, (("", 0), {})
         self.asking = self.tasks is not None and place == MIDDLE and not seed
-        key = self._key(chosen, TEXT, seed, RATES[arm]) | vars(place) | {"asked": self.asking}
-        return key | self._kept(key, partial(self.learn, chosen, TEXT, seed, RATES[arm]))
+        rate = RATES[self.name][arm]
+        key = self._key(chosen, TEXT, seed, rate) | vars(place) | {"asked": self.asking}
+        return key | self._kept(key, partial(self.learn, chosen, TEXT, seed, rate))
 
     def moments(self, text: str, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Of all maps, read on the first windows of the old text."""

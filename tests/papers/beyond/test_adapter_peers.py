@@ -23,7 +23,7 @@ ARMS = {arm.name: arm for arm in study.ARMS}
 @pytest.fixture(scope="module")
 def small(straight: Run) -> study.PeerStudy:
     made = asked("adapter-peers", "tiny", steps=2)
-    return study.PeerStudy("reference", open_session(straight.folder), SMALL, made, {})
+    return study.PeerStudy("reference", open_session(straight.folder), SMALL, made)
 
 
 def test_the_study_in_miniature(straight: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(straight: Run, tasks: Path) -> study.ReachStudy:
     made = asked("adapter-reach", "tiny", steps=2)
-    return study.ReachStudy("own", open_session(straight.folder), SMALL, made, tasks / "core")
+    return study.ReachStudy("reference", open_session(straight.folder), SMALL, made, tasks / "core")
 
 
 def test_the_study_in_miniature(straight: Run, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
