@@ -93,7 +93,7 @@ ARMS = (
     Peer("lora"),
     Peer("safe", "safe", rates=HELD),
     Peer("dead", "dead", rates=HELD),
-    Peer("ewc", factors=(1.0, 10.0, 100.0)),
+    Peer("ewc", factors=(1.0, 10.0, 100.0, 1e3, 1e4)),
     Peer("distil", factors=(1.0, 4.0, 16.0)),
     Peer("specialist", rates=(1e-3, 3e-3, 9e-3)),
     Peer("corda"),

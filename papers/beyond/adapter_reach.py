@@ -1,9 +1,9 @@
 """Reach of safe directions: how much old text, which rank and layers, and CORE tasks before and after.
 
-The setting and the arms lora, safe and dead are those of `safe_adapters.py`, on the new text that is forgotten
-over most there (facts), with the rates that were tuned for each model. The model is the one that comes with
-the package; the preset long has SmolLM2 (where its wheel is), and the CORE tasks. One thing is changed at a time; the middle is 32 windows of old
-text, rank 4, the maps of all layers:
+The setting and the arms lora, safe and dead are those of `safe_adapters.py`, on the new text that is
+forgotten over most there (facts), with the rates that were tuned for each model. The model is the one that
+comes with the package; the preset long has SmolLM2 (where its wheel is), and the CORE tasks. One thing is
+changed at a time; the middle is 32 windows of old text, rank 4, the maps of all layers:
 
     old text    2, 8 and 32 windows of 64 tokens (fewer tokens than inputs with 2 and 8), safe and dead
     rank        2, 4, 16; lora and safe
