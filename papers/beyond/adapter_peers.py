@@ -73,7 +73,7 @@ KNOWN = {"lora": 6e-3, "safe": 1.8e-2, "dead": 1.8e-2}
 """SmolLM2's rates of `safe_adapters.py`."""
 LARGE = ("lora", "safe", "distil", "ewc", "dead")
 """Arms of SmolLM2."""
-FACTORS = {"ewc": 10.0, "distil": 1.0}
+FACTORS = {"ewc": 1000.0, "distil": 1.0}
 """Chosen on the packaged model."""
 ON: Weights = {"new": 1.0}
 HALF: Weights = {"new": 0.5}
