@@ -66,14 +66,15 @@ ITEMS = {"tiny": 2, "long": 50}
 class Place:
     """What is changed; each by itself."""
 
-    old: int = 32
+    windows: int = 32
+    """Of old text."""
     rank: int = 4
     layers: str = "all"
 
 
 MIDDLE = Place()
 CURVES: tuple[tuple[str, str, tuple[str, ...], tuple[Place, ...]], ...] = (
-    ("old text, windows", "old", ("safe", "dead"), (Place(old=2), Place(old=8), MIDDLE)),
+    ("old text, windows", "windows", ("safe", "dead"), (Place(2), Place(8), MIDDLE)),
     ("rank", "rank", ("lora", "safe"), (Place(rank=2), MIDDLE, Place(rank=16))),
     ("layers", "layers", ("lora", "safe"), (MIDDLE, Place(layers="lower"), Place(layers="upper"))),
 )
@@ -122,11 +123,12 @@ class ReachStudy(Study):
         kept = {f"stack.layers.{i}." for i in span[place.layers]}
         self.maps = {n: m for n, m in self.whole.items() if any(n.startswith(start) for start in kept)}
         self.size = replace(self.size, rank=min(place.rank, 4 if self.args.preset == "tiny" else place.rank))
-        self.windows, self._read = place.old, (("", 0), {})
+        self.windows, self._read = place.windows, (("", 0), {})
         self.asking = self.tasks is not None and place == MIDDLE and not seed
         rate = RATES[self.name][arm]
-        key = self._key(chosen, TEXT, seed, rate) | vars(place) | {"asked": self.asking}
-        return key | self._kept(key, partial(self.learn, chosen, TEXT, seed, rate))
+        key = self._key(chosen, TEXT, seed, rate) | {"rank": place.rank, "layers": place.layers}
+        key |= {"old": place.windows, "asked": self.asking}
+        return key | self._kept(key, partial(self.learn, chosen, TEXT, seed, rate)) | vars(place)
 
     def moments(self, text: str, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Of all maps, read on the first windows of the old text."""
@@ -221,7 +223,7 @@ def _core(before: Row, rows: Sequence[Row]) -> ResultTable:
 
 
 def _claims(core: Row | None, rows: Sequence[Row]) -> list[Claim]:
-    few = at_end(_at(rows, "safe", Place(old=2)), [TEXT], "safe")
+    few = at_end(_at(rows, "safe", Place(2)), [TEXT], "safe")
     usual = at_end(_at(rows, "lora", MIDDLE), [TEXT], "lora")
     less = [b - a for a, b in zip(few, usual, strict=True)]
     effect = "what lora forgets at the end less what safe does that read two windows, bits per byte"

@@ -6,10 +6,10 @@ have the same one. Students of a seed have the same first weights and see the sa
     staged             2,2,2, each stage learns from the targets
     staged, taught     2,2,2, each stage also follows the teacher (objective `distillation`, half and half,
                        temperature 2: what `topograd train --teacher RUN --objective distillation` does)
-    backprop           6
-    backprop, taught   6, with the teacher
     staged, longer     7/3 of the steps: a taught step is the student's forward and backward pass and the
                        teacher's forward pass, with four times the numbers: 3 and 4 forward passes
+    backprop           6; with the preset long
+    backprop, taught   6, with the teacher; with the preset long
 
 Each arm takes the factor of all rates of §3 that has the least BPB with a seed that is not used again (the
 longer arm that of staged); where it is at an end of its grid, one beyond is tried until it is between others.
@@ -105,13 +105,13 @@ def run(args: Asked) -> Result:
     given = {seed: Given(config_of(args, seed), school) for seed in (TUNING, *range(args.seeds))}
     rows = [_kept(args, given[0], "teacher", 1.0, school.read)]
     factors: dict[str, float] = {}
-    for arms in (ARMS[:3], ARMS[3:]):  # what decides most comes first
+    arms = ARMS[:3] if args.preset == "small" else ARMS
+    for arm in arms:
+        factors[arm.name] = factors[STAGED] if arm.name == LONG else _tuned(args, arm, given[TUNING])
+    for seed in range(args.seeds):
         for arm in arms:
-            factors[arm.name] = factors[STAGED] if arm.name == LONG else _tuned(args, arm, given[TUNING])
-        for seed in range(args.seeds):
-            for arm in arms:
-                rows.append(_row(args, arm, given[seed], factors[arm.name]))
-                args.on_more(len(rows), args.seeds * len(ARMS) + 1)
+            rows.append(_row(args, arm, given[seed], factors[arm.name]))
+            args.on_more(len(rows), args.seeds * len(arms) + 1)
     return Result(
         setting=f"GPTs of six layers of width {args.width} on bytes, {args.steps} steps of 4 × 64; "
         f"the teacher has width {TEACHER_WIDTH * args.width} and {TEACHER_STEPS * args.steps} steps.",
@@ -241,19 +241,13 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
     gain = differences(rows, STAGED, TAUGHT)
     rare = [f"rare {what}" for what in ("nats", "known")]
     [knows] = values(rows, "teacher", rare[1])
-    return [
+    judged = [
         above("bits per byte", "the teacher helps", "BPB of staged less staged, taught", gain),
         above(
             "equal work",
             "the teacher helps more than as much work without it",
             "BPB of staged, longer less staged, taught",
             differences(rows, LONG, TAUGHT),
-        ),
-        above(
-            "the cut",
-            "the teacher makes up for gradients that are cut",
-            "what the teacher gains staged learning less what it gains backprop, BPB",
-            minus(gain, differences(rows, BACKPROP, BACKPROP_TAUGHT)),
         ),
         above(
             "rare facts",
@@ -268,11 +262,16 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
             [known - 0.5 * knows for known in values(rows, TAUGHT, rare[1])],
         ),
     ]
+    if values(rows, BACKPROP):
+        effect = "what the teacher gains staged learning less what it gains backprop, BPB"
+        other = minus(gain, differences(rows, BACKPROP, BACKPROP_TAUGHT))
+        judged.append(above("the cut", "the teacher makes up for gradients that are cut", effect, other))
+    return judged
 
 
 def _table(rows: Sequence[Row]) -> ResultTable:
     lines = []
-    for arm in ("teacher", *(arm.name for arm in ARMS)):
+    for arm in dict.fromkeys(row["arm"] for row in rows):
         factor = next(row["factor"] for row in rows if row["arm"] == arm)
         cells = [str(Interval.of(values(rows, arm)))]
         for kind in KINDS:
@@ -285,10 +284,8 @@ def _table(rows: Sequence[Row]) -> ResultTable:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    means = {arm.name: statistics.fmean(values(rows, arm.name)) for arm in ARMS}
-    cut = means[STAGED] - means[BACKPROP]
-    return [
-        f"Staged learning costs {cut:.4f} BPB; a teacher gains it {means[STAGED] - means[TAUGHT]:.4f}, "
-        f"backprop {means[BACKPROP] - means[BACKPROP_TAUGHT]:.4f}, and as much work without a teacher "
-        f"{means[STAGED] - means[LONG]:.4f}.",
-    ]
+    gains = {
+        what: Interval.of(differences(rows, STAGED, arm))
+        for what, arm in (("A teacher", TAUGHT), ("As much work without one", LONG))
+    }
+    return [f"{what} gains staged learning {gain} bits per byte." for what, gain in gains.items()]

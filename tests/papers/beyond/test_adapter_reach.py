@@ -46,7 +46,7 @@ def test_the_study_in_miniature(straight: Run, tasks: Path, monkeypatch: pytest.
     monkeypatch.setattr(study, "folders", lambda asked: {"reference": straight.folder})
     monkeypatch.setattr(study, "TINY", SMALL)
     found = run_study(asked("adapter-reach", "tiny", steps=2, kept=Kept(tasks / "kept.jsonl")))
-    places = {(row["arm"], row["old"], row["rank"], row["layers"]) for row in found["rows"]}
+    places = {(row["arm"], row["windows"], row["rank"], row["layers"]) for row in found["rows"]}
     assert len(places) == len(found["rows"]) == 3 + 4 + 4 + 4
     assert len(found["tables"]) == 4
     assert [claim["name"] for claim in found["claims"]] == ["old text", "CORE"]
@@ -86,7 +86,7 @@ def test_a_place_changes_what_it_says(small: study.ReachStudy) -> None:
 
 
 def test_directions_read_as_much_old_text_as_asked(small: study.ReachStudy) -> None:
-    small.row("safe", study.Place(old=2), 0)
+    small.row("safe", study.Place(2), 0)
     few, _ = small.moments("facts", 0)
     seen: list[torch.Tensor] = []
     name = next(iter(small.maps))
