@@ -2,8 +2,8 @@
 
 The setting and the arms lora, safe and dead are those of `safe_adapters.py`, on the new text that is
 forgotten over most there (facts), with the rates that were tuned for each model. The model is the one that
-comes with the package; the preset long has SmolLM2 (where its wheel is), and the CORE tasks. One thing is
-changed at a time; the middle is 32 windows of old text, rank 4, the maps of all layers:
+comes with the package. One thing is changed at a time; the middle is 32 windows of old text, rank 4, the maps
+of all layers:
 
     old text    2, 8 and 32 windows of 64 tokens (fewer tokens than inputs with 2 and 8), safe and dead
     rank        2, 4, 16; lora and safe
@@ -11,18 +11,18 @@ changed at a time; the middle is 32 windows of old text, rank 4, the maps of all
 
 Rates are not tuned anew, so a curve over ranks is one over ranks at one rate.
 
-CORE tasks: after the last step of the middle, and of the model before, the first items of copa, winograd,
-openbook_qa and lambada_openai (0-shot) in CORE's order are asked of the tuned model. `right` is whether an
-item is answered as its file says, `nats` the mean loss of the right answer's tokens. Differences of two
-models are over the same items, with a bootstrap over items. Task files are those in OUT/core; without that
-folder this part is left out.
+CORE tasks: the preset long has SmolLM2 (where its wheel is) at the middle alone. Before any step and after
+the last one the first items of copa, winograd, openbook_qa and lambada_openai (0-shot) in CORE's order are
+asked. `right` is whether an item is answered as its file says, `nats` the mean loss of the right answer's
+tokens. Differences of two models are over the same items, with a bootstrap over items. Task files are those
+in OUT/core; without that folder nothing is asked.
 
 Claims, set before the run:
 
     old text    over seeds, what safe forgets at the end with 2 windows less what lora forgets is below 0
     CORE        the items that safe answers right less those that lora does, over all items, is above 0
 
-Cost on one core: seconds for tiny; small three minutes, long twenty.
+Cost on one core: seconds for tiny; small three minutes, long eight.
 Limits. One text, few seeds, one rate. CORE has few items of four tasks and one training of each arm: its
 intervals are over items.
 """
@@ -81,7 +81,7 @@ CURVES: tuple[tuple[str, str, tuple[str, ...], tuple[Place, ...]], ...] = (
 
 
 def run(args: Asked) -> Result:
-    """The middle first, then each curve, seed by seed; CORE with the first seed."""
+    """The middle, then each curve, seed by seed; CORE with the first seed."""
     models = folders(args)
     name = list(models)[-1] if args.preset == "long" else "reference"
     size = TINY if args.preset == "tiny" else SMALL
@@ -90,18 +90,19 @@ def run(args: Asked) -> Result:
         tasks = None
     study, rows = ReachStudy(name, open_session(models[name]), size, args, tasks), list[Row]()
     todo = [(arm, MIDDLE) for arm in ("lora", "safe", "dead")]
-    todo += [(arm, place) for _, _, arms, places in CURVES for arm in arms for place in places]
+    curves = () if args.preset == "long" else CURVES
+    todo += [(arm, place) for _, _, arms, places in curves for arm in arms for place in places]
     todo = list(dict.fromkeys(todo))
+    core = study.before_core() if tasks is not None else None
     for seed in range(args.seeds):
         for arm, place in todo:
             rows.append(study.row(arm, place, seed))
             args.on_more(len(rows), args.seeds * len(todo))
-    core = study.before_core() if tasks is not None else None
     return Result(
         setting=f"Model: {name}. New text: {TEXT}. {args.steps} steps of {size.batch} sequences of "
         f"{size.length} tokens; rates {RATES[name]}.",
         rows=rows,
-        tables=(*(_curve(*curve, rows) for curve in CURVES), *(() if core is None else (_core(core, rows),))),
+        tables=(*(_curve(*curve, rows) for curve in curves), *(() if core is None else (_core(core, rows),))),
         claims=tuple(_claims(core, rows)),
         seeds=args.seeds,
         record={"core before": core},
@@ -223,11 +224,13 @@ def _core(before: Row, rows: Sequence[Row]) -> ResultTable:
 
 
 def _claims(core: Row | None, rows: Sequence[Row]) -> list[Claim]:
-    few = at_end(_at(rows, "safe", Place(2)), [TEXT], "safe")
-    usual = at_end(_at(rows, "lora", MIDDLE), [TEXT], "lora")
-    less = [b - a for a, b in zip(few, usual, strict=True)]
-    effect = "what lora forgets at the end less what safe does that read two windows, bits per byte"
-    judged = [above("old text", "two windows of old text are enough to forget less than LoRA", effect, less)]
+    judged, few = list[Claim](), at_end(_at(rows, "safe", Place(2)), [TEXT], "safe")
+    if few:
+        usual = at_end(_at(rows, "lora", MIDDLE), [TEXT], "lora")
+        less = [b - a for a, b in zip(few, usual, strict=True)]
+        effect = "what lora forgets at the end less what safe does that read two windows, bits per byte"
+        words = "two windows of old text are enough to forget less than LoRA"
+        judged.append(above("old text", words, effect, less))
     answers = _asked_rows(rows)
     if core is not None and {"safe", "lora"} <= answers.keys():
         differences = _pairs(answers["safe"], answers["lora"], 0)
