@@ -137,7 +137,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "adapter-reach": {
         "tiny": Size(0.3, 3, seeds=1),
         "small": Size(3, 16, seeds=3),
-        "long": Size(8, 16, seeds=1),
+        "long": Size(5, 16, seeds=1),
     },
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {

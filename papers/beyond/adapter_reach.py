@@ -22,7 +22,7 @@ Claims, set before the run:
     old text    over seeds, what safe forgets at the end with 2 windows less what lora forgets is below 0
     CORE        the items that safe answers right less those that lora does, over all items, is above 0
 
-Cost on one core: seconds for tiny; small three minutes, long eight.
+Cost on one core: seconds for tiny; small three minutes, long five.
 Limits. One text, few seeds, one rate. CORE has few items of four tasks and one training of each arm: its
 intervals are over items.
 """
@@ -59,7 +59,7 @@ RATES = {
 }
 """Of `adapter_peers.py` and of `safe_adapters.py`."""
 TASK_NAMES = ("copa", "winograd", "openbook_qa", "lambada_openai")
-ITEMS = {"tiny": 2, "long": 50}
+ITEMS = {"tiny": 2, "long": 25}
 
 
 @dataclass(frozen=True)
