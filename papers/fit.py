@@ -1,9 +1,9 @@
-"""One training as studies do it: the usual optimizers, schedule and loop, on batches that are given."""
+"""One training as studies do it, on batches that are given, and the choice of its rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,21 @@ def fit(
             )
         losses.append(result.losses)
     return torch.stack(losses)
+
+
+def best_between(grid: Sequence[float], loss: Callable[[float], float]) -> float:
+    """The best rate of a geometric grid, which grows by one while its best is at an end.
+
+    >>> best_between((1.0, 2.0, 4.0), lambda rate: abs(rate - 15))
+    16.0
+    """
+    rates, factor = sorted(grid), grid[1] / grid[0]
+    losses = {rate: loss(rate) for rate in rates}
+    while (best := min(rates, key=lambda rate: losses[rate])) in (rates[0], rates[-1]):
+        beyond = best / factor if best == rates[0] else best * factor
+        rates = sorted([*rates, beyond])
+        losses[beyond] = loss(beyond)
+    return best
 
 
 def trajectory(losses: Tensor, points: int = POINTS) -> list[dict[str, Any]]:

@@ -99,6 +99,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "demo": Size(95, 1200, 96, 3),
     },
     "token-ratio": {"tiny": Size(0.2, width=8, seeds=2), "small": Size(55, width=24, seeds=3)},
+    "distillation": {"tiny": Size(0.2, 4, 8, 1), "small": Size(7, 300, 48, 3), "long": Size(12, 300, 48, 3)},
     "specialists": {"tiny": Size(0.5, 4), "small": Size(35, (160, 80))},
     "image-topologies": {
         "tiny": Size(0.2, (8, 3, 3), seeds=2),
@@ -143,6 +144,16 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "tiny": Size(0.3, 3, seeds=1),
         "small": Size(60, 16, seeds=3),
         "long": Size(180, 32, seeds=3),
+    },
+    "adapter-peers": {
+        "tiny": Size(0.3, 3, seeds=1),
+        "small": Size(5, 16, seeds=3),
+        "long": Size(35, 16, seeds=3),
+    },
+    "adapter-reach": {
+        "tiny": Size(0.3, 3, seeds=1),
+        "small": Size(3, 16, seeds=3),
+        "long": Size(5, 16, seeds=1),
     },
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {

@@ -130,6 +130,12 @@ STUDIES: Mapping[str, Study] = {
         "own or heads of their own close it is left open (§9, §10.2).",
         "product_of_experts.token_ratio",
     ),
+    "distillation": Study(
+        "A teacher of a staged student",
+        "A backprop teacher lowers the BPB of a staged student at equal steps and at equal work, and hands "
+        "rare facts on (Product of Experts, §10.2(2)).",
+        "product_of_experts.distillation",
+    ),
     "specialists": Study(
         "Specialists and facts",
         "A specialist with a head of its own leaves the base's logits as they are, bit for bit, and training "
@@ -310,6 +316,18 @@ STUDIES: Mapping[str, Study] = {
         "directions (LoRA-Null), OPLoRA and replay (a use of Dead Directions, §5.1, that the paper does not "
         "test).",
         "beyond.safe_adapters",
+    ),
+    "adapter-peers": Study(
+        "Fine-tuning without forgetting, against EWC, CorDA, self-distillation, LoPT and a specialist",
+        "LoRA held in safe directions forgets less than each of them where all have learned alike (the "
+        "question is ours).",
+        "beyond.adapter_peers",
+    ),
+    "adapter-reach": Study(
+        "How much old text, which rank and which layers safe directions need; CORE before and after",
+        "Two windows of old text are enough to forget less than LoRA, and safe directions keep more of what "
+        "CORE tasks ask (the question is ours).",
+        "beyond.adapter_reach",
     ),
     "chain-rates": Study(
         "Where a trained chain still shows its rate",

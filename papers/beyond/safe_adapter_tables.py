@@ -50,7 +50,9 @@ def learned_everywhere(rows: Sequence[Row], texts: Sequence[str], arm: str) -> b
     return all(has_learned(rows, text, arm) for text in texts)
 
 
-def claims(model: str, texts: Sequence[str], rows: Sequence[Row]) -> list[Claim]:
+def claims(
+    model: str, texts: Sequence[str], rows: Sequence[Row], peers: Sequence[str] = PEERS
+) -> list[Claim]:
     """What was set before the run, on the texts that can be learned."""
     texts = learnable(texts, rows)
     if not texts:
@@ -60,7 +62,7 @@ def claims(model: str, texts: Sequence[str], rows: Sequence[Row]) -> list[Claim]
         rule = "failed if it does not learn"
         return [Claim(f"{model}: {OURS} learns", PREDICTION, rule, message, FAILED, ())]
     judged = []
-    for peer in PEERS:
+    for peer in peers:
         name = f"{model}: {OURS} forgets less than {peer} at one level of the new text"
         if peer in arms_of(rows, texts[0]) and learned_everywhere(rows, texts, peer):
             effect = f"forgetting of {peer} less that of {OURS} at the level, bits per byte"

@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from papers.beyond.adapter_placement import READERS
 from papers.beyond.bases import Windows, bits_per_byte, cut, folders
 from papers.beyond.safe_adapter_tables import claims, drawing, findings, tables
+from papers.fit import best_between
 from papers.outcome import Asked, Result, Row
 from papers.product_of_experts.facts import World
 from topograd.data import read_corpus
@@ -171,21 +172,6 @@ def german(seed: int) -> list[str]:
 TEXTS: Mapping[str, Callable[[int], list[str]]] = {"facts": facts, "code": code, "german": german}
 
 
-def best_between(grid: Sequence[float], loss: Callable[[float], float]) -> float:
-    """The best rate of a geometric grid, which grows by one while its best is at an end.
-
-    >>> best_between((1.0, 2.0, 4.0), lambda rate: abs(rate - 15))
-    16.0
-    """
-    rates, factor = sorted(grid), grid[1] / grid[0]
-    losses = {rate: loss(rate) for rate in rates}
-    while (best := min(rates, key=lambda rate: losses[rate])) in (rates[0], rates[-1]):
-        beyond = best / factor if best == rates[0] else best * factor
-        rates = sorted([*rates, beyond])
-        losses[beyond] = loss(beyond)
-    return best
-
-
 class Study:
     """One model and everything that an arm needs of it."""
 
@@ -201,13 +187,20 @@ class Study:
 
     def rows(self, texts: Sequence[str]) -> Iterator[Row]:
         """Every arm on every text, seed by seed."""
-        arms = [arm for arm in ARMS if arm.name in self.size.arms]
+        arms = self.arms(texts[-1])
         rates = {arm: self.tuned(arm, texts[-1]) for arm in arms}
         for seed in range(self.args.seeds):
             for text in texts:
                 for arm in arms:
-                    key = {"base": text, "arm": arm.name, "seed": seed, "rate": rates[arm]}
+                    key = self._key(arm, text, seed, rates[arm])
                     yield {**key, **self._kept(key, partial(self.learn, arm, text, seed, rates[arm]))}
+
+    def arms(self, text: str) -> Sequence[Arm]:
+        """What is compared; what an arm needs beside a rate may be tuned on a text."""
+        return [arm for arm in ARMS if arm.name in self.size.arms]
+
+    def _key(self, arm: Arm, text: str, seed: int, rate: float) -> Row:
+        return {"base": text, "arm": arm.name, "seed": seed, "rate": rate}
 
     def _kept(self, key: Row, make: Callable[[], Row]) -> Row:
         return self.args.kept.row({"model": self.name, **key}, make)
@@ -255,12 +248,15 @@ class Study:
         """The rate that wins most bits per byte of a new text."""
 
         def end(rate: float) -> float:
-            key = {"base": text, "arm": arm.name, "seed": TUNING, "rate": rate}
             made = partial(self.learn, arm, text, TUNING, rate, tuning=True)
-            return float(self._kept(key, made)["new"][-1])
+            return float(self._kept(self._key(arm, text, TUNING, rate), made)["new"][-1])
 
-        rates = self.size.held_rates if arm.held else self.size.rates
+        rates = self.rates(arm)
         return rates[0] if len(rates) == 1 else best_between(rates, end)
+
+    def rates(self, arm: Arm) -> tuple[float, ...]:
+        """Those that are tried first."""
+        return self.size.held_rates if arm.held else self.size.rates
 
     def before(self, text: str, seed: int) -> Row:
         """Bits per byte of the new text and of the old one before any step."""
@@ -328,9 +324,8 @@ class Study:
         spared = self._leading() if arm.spares else {}
         row: Row = {"stops": [0, *sorted(stops)], "new": [], "old": []}
         for step in range(1, self.steps + 1):
-            inputs, targets = self._batch(arm, learn, generator)
             optimizer.zero_grad()
-            F.cross_entropy(self.model(inputs).mT, targets).backward()
+            self._loss(arm, learn, generator).backward()
             optimizer.step()
             self._spare(spared)
             if step in stops:
@@ -340,6 +335,11 @@ class Study:
         if not tuning:
             row["prose"] = statistics.fmean(bits_per_byte(self.model, self.prose))
         return row
+
+    def _loss(self, arm: Arm, learn: Windows, generator: torch.Generator) -> Tensor:
+        """Of one step."""
+        inputs, targets = self._batch(arm, learn, generator)
+        return F.cross_entropy(self.model(inputs).mT, targets)
 
     def _batch(self, arm: Arm, learn: Windows, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Sequences of the new text; with replay the second half is of the old one."""

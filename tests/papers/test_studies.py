@@ -35,6 +35,8 @@ ELSEWHERE = {
     "optimizer-parts": "test_optimizer_parts.py runs it",
     "pruning": "test_pruning.py runs it on a smaller model",
     "adapter-placement": "test_adapter_placement.py runs it on a smaller model",
+    "adapter-peers": "test_adapter_peers.py runs it on a smaller model",
+    "adapter-reach": "test_adapter_reach.py runs it on a smaller model",
     "safe-adapters": "test_safe_adapters.py runs it on a smaller model",
     "rate-recovery": "test_rate_recovery.py runs it with fewer networks",
     "minilm": "it needs weights that are not installed here",

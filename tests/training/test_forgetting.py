@@ -159,3 +159,17 @@ def test_a_text_that_is_not_there_leaves_no_run(settings: Settings, tmp_path: Pa
     empty.write_text("")
     with pytest.raises(DataError):
         start(settings(old_text=str(empty)), tmp_path / "run")
+
+
+def test_a_base_with_heads_of_its_own_is_tuned_in_its_own_topology(
+    settings: Settings, config: TrainConfig, tmp_path: Path
+) -> None:
+    """The message names the topology: [model] is what a run takes from its base anyway."""
+    staged = replace(config, steps=1).changed(partition="1,1", heads="per-stage")
+    base = start(staged, tmp_path / "base").train()["run"]
+    tuned = replace(settings(steps=2), init=base)
+    with refused(ConfigError, setting="init") as caught:
+        start(tuned, tmp_path / "other")
+    assert "[topology]" in str(caught.value)
+    results = start(tuned.changed(partition="1,1", heads="per-stage"), tmp_path / "same").train()
+    assert math.isfinite(results["forgotten"])

@@ -12,7 +12,6 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import DASH, Json, grid, note, out, parse, show
-from topograd.cli.probe_model import run_probe
 from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import ConfigError
 from topograd.limits import REPEATS, check_numbers
@@ -59,7 +58,7 @@ def run(argv: list[str]) -> int:
     began = time.perf_counter()
     import torch
 
-    from topograd.cli.probe_model import hugging_face_probe, is_hugging_face
+    from topograd.cli.probe_model import hugging_face_probe, is_hugging_face, run_probe
     from topograd.convert.card import source_name
     from topograd.convert.huggingface import local_model
     from topograd.convert.model_argument import resolve_model
