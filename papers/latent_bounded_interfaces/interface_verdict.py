@@ -23,9 +23,9 @@ seed that is not judged, after a quarter of the steps: a rate is moved until bot
 so that none lies at the end of a grid. Arms with the same parameters and task share them (`Arm.tuned_as`).
 `published, AdamW 6e-4` is not tuned: that is the paper's own.
 
-The trainings come in the order of what they decide: five arms of language models, then encoders, where
-nothing is leaked and the paper's theorem holds literally, then the others (`order`). With what is there at
-any moment `python -m papers run interface-verdict --judge` gives tables and verdicts.
+The trainings come in the order of what they decide: three seeds of encoders, where nothing is leaked and the
+paper's theorem holds literally, then language models, then the other seeds and arms (`order`). With what is
+there at any moment `python -m papers run interface-verdict --judge` gives tables and verdicts.
 
 The claims are in `_claims` and were set before the first run. Source: "LBI: Parallel Scan Backpropagation via
 Latent Bounded Interfaces" Table 2 and §4; the controls are ours. Cost: `presets.py`. Limits: width 48, a
@@ -138,8 +138,10 @@ HYBRIDS = (
 )
 """Of the preset long. The last two layers of six of a hybrid are Mamba-3: the shallow control is these, not
 the first two."""
-PARTS = (CORE, ENCODERS, PREFIXES, AUTHORS, LEARNED)
+PARTS = (ENCODERS, CORE, PREFIXES, AUTHORS, LEARNED)
 """Of the preset small, what decides most first."""
+EARLY = 3
+"""Seeds of encoders that come before the language models."""
 ARMS = {arm.name: arm for part in (*PARTS, SEGMENTS, HYBRIDS, ONCE) for arm in part}
 
 
@@ -148,10 +150,13 @@ def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
     if preset == "tiny":
         chosen = [ARMS[name] for name in ("dense", "shallow", "residual, r = d", "published")]
         return [(arm, seed) for seed in range(seeds) for arm in chosen]
-    parts = [(part, seeds) for part in PARTS]
+    every = range(seeds)
+    first, *others = PARTS
+    parts = [(first, every[:EARLY]), (others[0], every), (first, every[EARLY:])]
+    parts += [(part, every) for part in others[1:]]
     if preset == "long":
-        parts += [(SEGMENTS, seeds), (HYBRIDS, seeds), (ONCE, 1)]
-    return [(arm, seed) for arms, count in parts for seed in range(count) for arm in arms]
+        parts += [(SEGMENTS, every), (HYBRIDS, every), (ONCE, every[:1])]
+    return [(arm, seed) for arms, some in parts for seed in some for arm in arms]
 
 
 def run(args: Asked) -> Result:
