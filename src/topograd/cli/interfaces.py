@@ -119,7 +119,7 @@ def _plan(args: Analyse, session: LoadedTextRun, inputs: Tensor, targets: Tensor
     regions = Regions.of(session.stack, session.plan)
     with torch.no_grad():
         x0 = regions.stack.embed(inputs)
-        message = regions.messages(x0, regions.stack.layer_context(x0, inputs))[0]
+        message, _ = regions.first(x0, regions.stack.layer_context(x0, inputs))
     each = message.element_size()
     sizes = (each * message.numel(), each * message.numel() * message[0].numel(), each * x0.numel())
     times = region_times(regions, inputs, targets, session.config.topology.jacobian)

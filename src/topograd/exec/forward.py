@@ -7,6 +7,7 @@ Training, evaluation and decoding all use `run_stage`, so that a stage computes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from topograd.nn.translator import Readable
 from topograd.topology.branches import predicting_plan
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, Topology
+from topograd.topology.dag import CANVAS, EMBEDDING, Topology
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 from topograd.topology.prediction import Terms
 
@@ -43,11 +44,16 @@ def run_stage(
     horizon, rows = _needed(stack, planned, ctx) if lean and cache is None else (None, None)
     if horizon is not None:
         ctx = stack.layer_context(ctx.x0[:, :horizon], ctx.inputs[:, :horizon])
-    h = None
+    h, heard = None, ctx
     for (output, _), message in zip(planned.inputs, messages, strict=True):
+        if output.relay == CANVAS:
+            heard = replace(ctx, x0=message[:, :horizon])
+    for (output, _), message in zip(planned.inputs, messages, strict=True):
+        if output.relay == CANVAS:
+            continue
         relay = stack.relay(output.relay)
         received = (
-            relay.receive(message, ctx) if cache is None else cache.receive(relay, output, message, ctx)
+            relay.receive(message, heard) if cache is None else cache.receive(relay, output, message, heard)
         )
         if horizon is not None:
             received = received[:, :horizon]
