@@ -58,13 +58,18 @@ class MaskedEvaluation:
         return f"masked CE {self.masked_ce.prediction:.3f}"
 
 
+def hidden_sample(stack: Stack, text: Text) -> tuple[Tensor, Tensor]:
+    """Inputs of a text with hidden tokens, the same at every call, and these as targets."""
+    draw = torch.Generator().manual_seed(0)
+    return hide(text.inputs, stack.vocab - 1, draw, text.targets != IGNORED)
+
+
 @torch.no_grad()
 def evaluate_masked(
     stack: Stack, plan: Plan, text: Text, on_batch: Callable[[int, int], None] | None = None
 ) -> MaskedEvaluation:
     """Every reading of this module. `on_batch` is called with the rows that are done, and of how many."""
-    draw = torch.Generator().manual_seed(0)
-    inputs, targets = hide(text.inputs, stack.vocab - 1, draw, text.targets != IGNORED)
+    inputs, targets = hidden_sample(stack, text)
     stages, device = plan.predicting(), next(stack.parameters()).device
     alone: dict[int, list[Tensor]] = {k: [] for k in stages}
     states: dict[int, list[Tensor]] = {k: [] for k in stages}
