@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,14 @@ def model(form: str, canvas: int, architecture: str = "transformer") -> tuple[GP
     """A GPT of four regions with noise on every parameter."""
     topology = Topology.regions(PARTITION, first_region=first(form).first_region, canvas=canvas)
     torch.manual_seed(0)
-    sizes = {"layers": 5, "width": WIDTH, "heads": 2, "vocab": VOCAB, "context": CONTEXT, "ssm_state": 4}
+    sizes: dict[str, Any] = {
+        "layers": 5,
+        "width": WIDTH,
+        "heads": 2,
+        "vocab": VOCAB,
+        "context": CONTEXT,
+        "ssm_state": 4,
+    }
     stack = GPT(**sizes, architecture=architecture).double()
     add_interfaces(stack, FORMS[form], 4, WIDTH, CONTEXT)
     with torch.no_grad():
@@ -50,7 +58,7 @@ def model(form: str, canvas: int, architecture: str = "transformer") -> tuple[GP
     return stack, topology
 
 
-def slow_logits(stack: GPT, canvas: int, inputs: Tensor) -> Tensor:
+def slow_logits(stack: Any, canvas: int, inputs: Tensor) -> Tensor:
     """Layer by layer: a region behind the first reads its message with the canvas in place of x0."""
     x0 = stack.embed(inputs)
     ctx = stack.layer_context(x0, inputs)
@@ -104,6 +112,7 @@ def test_formulas_by_hand() -> None:
 
 @pytest.mark.parametrize("canvas", [1, 2])
 def test_of_full_rank_it_is_the_dense_model(canvas: int) -> None:
+    stack: Any
     stack, topology = model("residual-full", canvas)
     inputs, _ = batch()
     with torch.no_grad():
