@@ -8,8 +8,9 @@ have passed. Ranks that sleep or wait need no core, so many ranks on few cores s
 computing at once on few cores does is predicted by cores that are given first come first served.
 
 For each latency and number of micro-batches all ways take turns; printed are the median seconds until the
-slowest rank is done, the prediction of `region_events.py` from the times of one region alone, and their
-ratio. The sum of shared gradients, which all ways have, is left out on both sides.
+slowest rank is done, the prediction of `region_events.py` from the times of one region alone (for dense, of
+one without interfaces), and their ratio. The sum of shared gradients, which all ways have, is left out on
+both sides.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections import deque
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,9 @@ import clone  # noqa: F401  (for what is not installed)
 from papers.latent_bounded_interfaces.measure import build_model, random_tokens
 from papers.latent_bounded_interfaces.shape import Shape
 from topograd.exec.gradient import Autograd, GradientEngine
-from topograd.exec.train_step import OpenStep, start_step
+from topograd.exec.train_step import OpenStep, start_step, train_step
 from topograd.interfaces.region_events import RegionTimes, region_span
-from topograd.interfaces.region_times import region_times
+from topograd.interfaces.region_times import region_times, timed
 from topograd.interfaces.regions import Regions
 from topograd.nn.config import SegmentInterface
 from topograd.parallel.layout import Layout
@@ -151,6 +154,17 @@ def predicted(
     return region_span(ranks, microbatches, replace(times, latency=latency), carried, cores)
 
 
+def without_interfaces(times: RegionTimes, bounded: Way, dense: Way, repeats: int = 21) -> RegionTimes:
+    """The times of a region of the dense model: less by its part of what a whole step here saves."""
+    saved = []
+    for _ in range(repeats + 1):
+        steps = (partial(train_step, way.stack, way.plan, *way.batch) for way in (bounded, dense))
+        more, less = (timed(step, torch.device("cpu"))[0] for step in steps)
+        saved.append((more - less) / len(bounded.plan.stages))
+    share = 1 - statistics.median(saved[1:]) / (times.forward + times.backward)
+    return replace(times, forward=share * times.forward, backward=share * times.backward)
+
+
 def message_seconds(ranks: Ranks, numbers: int, rounds: int = 50) -> float:
     """Half of the time that a message takes to the next rank and back, without a delay."""
     room, began = torch.zeros(numbers), time.perf_counter()
@@ -185,10 +199,13 @@ def main() -> None:
         for way in ways.values():
             slowest(ranks, way, 2)  # not counted
         regions = Regions.of(ways["scan"].stack, ways["scan"].plan)
-        times = region_times(regions, *ways["scan"].batch, repeats=21) if ranks.first else None
+        units: dict[str, RegionTimes] = {}
+        if ranks.first:
+            units = dict.fromkeys(WAYS, region_times(regions, *ways["scan"].batch, repeats=21))
+            units["dense"] = without_interfaces(units["handed"], ways["handed"], ways["dense"])
         ranks.reduce(torch.zeros(1), "waiting for the units")
         wire = message_seconds(ranks, shape.batch * asked.rank)
-        times = None if times is None else replace(times, wire=wire, product=wire)
+        units = {name: replace(times, wire=wire, product=wire) for name, times in units.items()}
         for latency in asked.latencies:
             for count in asked.microbatches:
                 links.latency = latency / 1000
@@ -196,23 +213,24 @@ def main() -> None:
                 for _ in range(asked.rounds):
                     for name, way in ways.items():
                         seconds[name].append(slowest(ranks, way, count))
-                if times is not None:
-                    rows += _rows(seconds, world, count, times, latency)
+                if units:
+                    rows += _rows(seconds, world, count, units, latency)
     finally:
         leave()
         if ranks.first:
             file.unlink(missing_ok=True)
-    if times is not None:
-        print(json.dumps({"ranks": world, "rank": asked.rank, "times": vars(times), "rows": rows}))
+    if units:
+        shown = {name: vars(units[name]) for name in ("dense", "scan")}
+        print(json.dumps({"ranks": world, "rank": asked.rank, "times": shown, "rows": rows}))
 
 
 def _rows(
-    seconds: dict[str, list[float]], ranks: int, count: int, times: RegionTimes, latency: float
+    seconds: dict[str, list[float]], ranks: int, count: int, units: dict[str, RegionTimes], latency: float
 ) -> list[dict[str, Any]]:
     cores = os.cpu_count() or 1
     rows = []
     for name, values in seconds.items():
-        said = predicted(name, ranks, count, times, latency / 1000, cores)
+        said = predicted(name, ranks, count, units[name], latency / 1000, cores)
         spread = Spread.of(values)
         rows.append(
             {

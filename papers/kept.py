@@ -3,6 +3,8 @@
 A row is found again by everything that it depends on: its study and sizes, what names it (arm and seed), and
 the versions of this package and of Python, whose library is the corpus. A line that a kill cut off is
 dropped. Needs no torch.
+
+A study that only judges (`measure=False`) gets the rows that are there; any other raises NotMeasured.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ Row = dict[str, Any]
 """One measurement, such as what one arm came to with one seed."""
 
 
+class NotMeasured(RunError):
+    """A row is not there and is not to be measured now."""
+
+
 class Kept:
     """The rows of one file; without a file, nothing is kept."""
 
     def __init__(
-        self, file: Path | None = None, setting: Mapping[str, Any] | None = None, fresh: bool = False
+        self,
+        file: Path | None = None,
+        setting: Mapping[str, Any] | None = None,
+        fresh: bool = False,
+        measure: bool = True,
     ) -> None:
-        self.file = file
+        self.file, self._measure = file, measure
         self._setting = dict(setting or {})
         self._rows, self._torn = ({}, False) if file is None else _read(file)
         if fresh:
@@ -39,6 +49,13 @@ class Kept:
         if name in self._rows:
             self.found += 1
             return dict(self._rows[name])
+        if not self._measure:
+            raise NotMeasured(
+                f"{', '.join(f'{part} {value}' for part, value in key.items())} is not measured",
+                setting="judge",
+                given=self.file,
+                remedy="run the study without --judge",
+            )
         line = json.dumps([json.loads(name), make()])
         made: Row = json.loads(line)[1]
         if self.file is not None:

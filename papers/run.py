@@ -13,7 +13,7 @@ import tyro
 from rich.table import Table
 
 from papers import PROGRAM
-from papers.kept import Kept
+from papers.kept import Kept, NotMeasured
 from papers.outcome import Asked
 from papers.outcome import asked as asked_of
 from papers.presets import SIZES, Preset, size_of
@@ -49,6 +49,8 @@ class Run:
     """Of studies on pictures: a folder of IDX or CIFAR binary files; scikit-learn's digits by default."""
     fresh: bool = False
     """Measure everything again, also what an earlier run has kept."""
+    judge: bool = False
+    """Measure nothing: judge what an earlier run has kept, which may have been ended early."""
     out: Path = Path("runs/studies")
     """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
     json: Json = False
@@ -61,6 +63,10 @@ class Run:
                 setting="all",
                 given=self.name,
                 remedy="give one of them",
+            )
+        if self.judge and self.fresh:
+            raise ConfigError(
+                "--judge measures nothing and --fresh everything", setting="judge", remedy="give one of them"
             )
 
 
@@ -154,15 +160,37 @@ def _run_one(study: Asked, args: Run) -> dict[str, Any]:
 
     make_folder(args.out)
     name = study_named(study.study).rows or study.study
-    retained = Kept(args.out / f"{name}.rows.jsonl", {**setting_of(study), "study": name}, args.fresh)
-    if study.size.minutes >= 1:
-        note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
-    record = run_study(replace(study, kept=retained))
-    if retained.found:
+    file = args.out / f"{name}.rows.jsonl"
+    setting = {**setting_of(study), "study": name}
+    retained = Kept(file, setting, args.fresh, measure=not args.judge)
+    if args.judge:
+        record = _judged(replace(study, kept=retained), file)
+    else:
+        if study.size.minutes >= 1:
+            note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
+        record = run_study(replace(study, kept=retained))
+    if retained.found and not args.judge:
         note(
             f"{retained.found} measurements are of an earlier run, from {retained.file}; --fresh repeats them"
         )
     return {**record, "page": str(write_study(args.out, record))}
+
+
+def _judged(study: Asked, file: Path) -> dict[str, Any]:
+    """The record of the rows in a file: of all that the study can judge, or of the seeds that are whole."""
+    if not file.is_file():  # some studies keep nothing, and would run
+        raise NotMeasured(setting="judge", given=file, remedy="run the study without --judge first")
+    most = study.size.seeds or 1
+    for seeds in range(most, 0, -1):
+        size = study.size.changed(study.study, seeds=seeds if seeds < most else None)
+        try:
+            record = run_study(replace(study, size=size))
+        except NotMeasured:
+            if seeds == 1:
+                raise
+        else:
+            return {**record, "asked": {**record["asked"], "judge": True}}  # not what a whole run asks for
+    raise AssertionError("one seed is tried at least")
 
 
 def _run_all(args: Run) -> list[dict[str, Any]]:

@@ -20,8 +20,12 @@ trained on prefixes of random lengths, for which no prefix is strange.
 Recipes. `ours` is Muon and AdamW as `train` has them; `AdamW` is one AdamW for everything, at 6e-4 with
 gradients of norm 1 at most, as published. Tuned: the rates of each arm are found one after the other on a
 seed that is not judged, after a quarter of the steps: a rate is moved until both of its neighbours are worse,
-so that none lies at the end of a grid. Arms with the same parameters share them (`Arm.tuned_as`).
+so that none lies at the end of a grid. Arms with the same parameters and task share them (`Arm.tuned_as`).
 `published, AdamW 6e-4` is not tuned: that is the paper's own.
+
+The trainings come in the order of what they decide: three seeds of encoders, where nothing is leaked and the
+paper's theorem holds literally, then language models, then the other seeds and arms (`order`). With what is
+there at any moment `python -m papers run interface-verdict --judge` gives tables and verdicts.
 
 The claims are in `_claims` and were set before the first run. Source: "LBI: Parallel Scan Backpropagation via
 Latent Bounded Interfaces" Table 2 and §4; the controls are ours. Cost: `presets.py`. Limits: width 48, a
@@ -32,6 +36,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -40,6 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from papers.fit import fit, trajectory
+from papers.kept import NotMeasured
 from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
@@ -109,8 +115,8 @@ LEARNED = (
     Arm("residual, learned, r = d/4", "residual:r={d/4},basis=learned"),
     Arm("residual, hidden, r = d/4", "residual:r={d/4},basis=hidden", tuned_as="dense"),
     Arm("residual, adjoints, r = d/4", "residual:r={d/4},basis=adjoints", tuned_as="dense"),
-    Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
 )
+PREFIXES = (Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),)
 AUTHORS = (
     Arm("dense, AdamW", recipe="AdamW"),
     Arm("shallow, AdamW", shallow=True, recipe="AdamW"),
@@ -118,10 +124,10 @@ AUTHORS = (
     Arm("published, AdamW 6e-4", "published:r={r}", recipe="AdamW", tuned=False),
 )
 ENCODERS = (
-    Arm("encoder, dense", task="hidden", tuned_as="dense"),
-    Arm("encoder, shallow", shallow=True, task="hidden", tuned_as="shallow"),
-    Arm("encoder, published", "published:r={r}", task="hidden", tuned_as="published"),
-    Arm("encoder, residual, r = d/2", "residual:r={d/2}", task="hidden", tuned_as="dense"),
+    Arm("encoder, dense", task="hidden"),
+    Arm("encoder, shallow", shallow=True, task="hidden"),
+    Arm("encoder, published", "published:r={r}", task="hidden"),
+    Arm("encoder, residual, r = d/2", "residual:r={d/2}", task="hidden", tuned_as="encoder, dense"),
 )
 ONCE = (Arm("residual, r = d", "residual:r={d}", tuned_as="dense"),)
 """With one seed: the positive control, which tests pin to rounding."""
@@ -132,7 +138,11 @@ HYBRIDS = (
 )
 """Of the preset long. The last two layers of six of a hybrid are Mamba-3: the shallow control is these, not
 the first two."""
-ARMS = {arm.name: arm for arm in (*CORE, *LEARNED, *AUTHORS, *ENCODERS, *SEGMENTS, *HYBRIDS, *ONCE)}
+PARTS = (ENCODERS, CORE, PREFIXES, AUTHORS, LEARNED)
+"""Of the preset small, what decides most first."""
+EARLY = 3
+"""Seeds of encoders that come before the language models."""
+ARMS = {arm.name: arm for part in (*PARTS, SEGMENTS, HYBRIDS, ONCE) for arm in part}
 
 
 def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
@@ -140,21 +150,26 @@ def order(seeds: int, preset: str) -> list[tuple[Arm, int]]:
     if preset == "tiny":
         chosen = [ARMS[name] for name in ("dense", "shallow", "residual, r = d", "published")]
         return [(arm, seed) for seed in range(seeds) for arm in chosen]
-    parts = [(CORE, seeds), ((*LEARNED, *AUTHORS), seeds), (ENCODERS, seeds)]
+    every = range(seeds)
+    first, *others = PARTS
+    parts = [(first, every[:EARLY]), (others[0], every), (first, every[EARLY:])]
+    parts += [(part, every) for part in others[1:]]
     if preset == "long":
-        parts += [(SEGMENTS, seeds), (HYBRIDS, seeds), (ONCE, 1)]
-    return [(arm, seed) for arms, count in parts for seed in range(count) for arm in arms]
+        parts += [(SEGMENTS, every), (HYBRIDS, every), (ONCE, every[:1])]
+    return [(arm, seed) for arms, some in parts for seed in some for arm in arms]
 
 
 def run(args: Asked) -> Result:
-    """Every arm with every seed, tables and claims."""
+    """Every arm with every seed, or those that are there where nothing is measured; tables and claims."""
     check_seeds(args.seeds)
     todo, rows = order(args.seeds, args.preset), list[Row]()
     for arm, seed in todo:
         key = {"arm": arm.name, "seed": seed}
-        make = partial(measure, arm, _config(args, seed), tuned(args, arm))
-        rows.append(key | args.kept.row(key, make))
+        with suppress(NotMeasured):
+            rows.append(key | args.kept.row(key, partial(_trained, args, arm, seed)))
         args.on_more(len(rows), len(todo))
+    if not rows:
+        raise NotMeasured(setting="judge", given=args.study, remedy="run it without --judge first")
     config = _config(args, 0)
     return Result(
         setting=(
@@ -163,10 +178,14 @@ def run(args: Asked) -> Result:
         ),
         rows=rows,
         tables=(_table(rows), _honest_table(rows)),
-        findings=tuple(_findings(rows)),
+        findings=(f"{len(rows)} of {len(todo)} trainings.", *_findings(rows)),
         claims=tuple(_claims(rows)),
         seeds=args.seeds,
     )
+
+
+def _trained(args: Asked, arm: Arm, seed: int) -> Row:
+    return measure(arm, _config(args, seed), tuned(args, arm))
 
 
 def _config(args: Asked, seed: int) -> TrainConfig:

@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from papers.fit import fit
+from papers.latent_bounded_interfaces.causality import future_gradient
 from papers.latent_bounded_interfaces.interfaces import (
     CONTEXT,
     EARLY,
@@ -38,7 +39,6 @@ from papers.latent_bounded_interfaces.interfaces import (
 )
 from papers.latent_bounded_interfaces.parity import REGIONS, random_batch, random_model
 from topograd.data import windows
-from topograd.interfaces.causality import future_gradient
 from topograd.nn.config import Architecture, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface_config import parse_interface

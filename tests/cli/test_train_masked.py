@@ -21,6 +21,14 @@ def encoder(size: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_its_interfaces_are_analysed(encoder: Path, call: Any) -> None:
+    found = call("interfaces", "analyse", encoder, "--json").json
+    assert found["path_past_interfaces"] is None
+    assert len(found["ablation"]["shuffled"]) == 1
+    ranks = call("interfaces", "rank", encoder, "--windows", 2, "--json").json["boundaries"]
+    assert ranks[0]["rank_90"] >= 1
+
+
 def test_a_position_reads_later_ones(encoder: Path) -> None:
     stack = open_run(encoder).stack
     assert stack.reads_ahead

@@ -52,6 +52,7 @@ TOPOLOGIES = {
     "fine chain": Topology.chain("1,1,1,1"),
     "input bus": Topology.chain("1,2,1").with_input_bus(),
     "regions": Topology.regions("1,1,2"),
+    "canvas": Topology.regions("1,1,2", canvas=1),
     "forest": Topology.forest(["1,1", "2"]),
     "cover": Topology.cover([(0, 3), (1, 4)]),
     "diamond": Topology(
@@ -158,7 +159,7 @@ def act(cache: Cache, batch: list[Sequence], chance: random.Random) -> str:
         *(
             (kind, name)
             for kind in ("mamba2", "mamba3", "hybrid")
-            for name in ("chain", "regions", "diamond")
+            for name in ("chain", "regions", "canvas", "diamond")
         ),
     ],
 )

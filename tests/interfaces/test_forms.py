@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from papers.latent_bounded_interfaces.causality import future_gradient
 from raising import refused
 from tests.nn.test_interface_config import Half
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_logits
 from topograd.exec.gradient import GradientEngine
 from topograd.exec.train_step import train_step
-from topograd.interfaces.causality import future_gradient
 from topograd.interfaces.engines import Hybrid, Scan
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces

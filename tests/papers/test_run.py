@@ -110,6 +110,26 @@ def test_a_study_goes_on_where_it_was(call: Any, tmp_path: Path, monkeypatch: py
     assert len(trained) == 8
 
 
+def test_what_was_kept_is_judged_at_any_moment(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("run", "stage0-depth", "--preset", "tiny", "--out", tmp_path)
+    assert "without --judge" in call(*words, "--judge").refusal
+    first = call(*words, "--json").json
+    file = tmp_path / "stage0-depth.rows.jsonl"
+    rows = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(rows[:9]))
+    monkeypatch.setattr(staged_runs, "train_arm", lambda *given: pytest.fail("it measured"))
+    judged = call(*words, "--judge", "--json").json
+    assert judged["seeds"] == 1
+    assert judged["rows"] == first["rows"][:6]
+    assert judged["asked"] != first["asked"], "a whole run is still to come"
+    file.write_bytes(b"".join(rows[:4]))
+    said = call(*words, "--judge").refusal
+    assert "is not measured" in said
+    assert "one of them" in call(*words, "--judge", "--fresh").refusal
+
+
 def test_all_of_them(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("stage0-depth", "leak", "minilm")
     monkeypatch.setattr(module, "STUDIES", {name: STUDIES[name] for name in names})

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from raising import refused
+from topograd.errors import ConfigError
+from topograd.exec.gradient import StepGraph
 from topograd.interfaces.engines import Scan
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.region_scan import AHEAD, RegionScan
@@ -31,6 +34,7 @@ REGIONS = {"partition": "1,1,1,1,1", "interface": "S=4,r=4"}
         (3, 1, {"carried": 2, "accumulate": 4, "jacobian": "pullback"}),
         (4, 1, {"carried": 3, "accumulate": 1}),
         (3, 1, {"backward": "autograd", "accumulate": 4}),
+        (3, 1, {"backward": "autograd", "accumulate": 4, "canvas": 1}),
         (2, 2, {"backward": "autograd"}),
         (2, 2, {"accumulate": 1}),
     ],
@@ -40,16 +44,17 @@ def test_losses_and_weights_are_those_of_autograd(
 ) -> None:
     world = stages * replicas
     options = {"accumulate": 2} | options
+    regions = REGIONS | {"canvas": options.pop("canvas", 0)}
     job = launch(
         "steps",
         world,
         parallel=f"stages={stages},replicas={replicas}",
-        topology=REGIONS,
+        topology=regions,
         shape={"layers": 5},
         clip=0.3,
         **options,
     )
-    stack, plan = server.model(REGIONS, layers=5)
+    stack, plan = server.model(regions, layers=5)
     made = make_optimizers(stack, OptimizerConfig(name="adamw"), plan)
     loop = StepRunner(stack, made, clip=0.3)
     expected = [loop.step(plan, server.batches(step, options["accumulate"]), step + 1) for step in range(3)]
@@ -58,7 +63,7 @@ def test_losses_and_weights_are_those_of_autograd(
         for ours, theirs in zip(result["steps"], expected, strict=True):
             assert ours["loss"][-1] == pytest.approx(float(theirs.losses[-1]), abs=1e-12, rel=0)
             assert ours["norm"] == pytest.approx(theirs.norm, rel=1e-10)
-    mine, _ = server.model(REGIONS, layers=5)
+    mine, _ = server.model(regions, layers=5)
     load(job.folder / "set" / "step-00000003", mine)
     for (name, a), b in zip(mine.state_dict().items(), stack.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
@@ -84,6 +89,13 @@ def test_with_bf16_they_are_those_of_a_scan_in_one_process(launch: Any, server: 
     for result in job.results():
         assert result["steps"][0]["loss"][-1] == pytest.approx(float(done.losses[-1]), rel=1e-6)
         assert result["steps"][0]["norm"] == pytest.approx(done.norm, rel=1e-6)
+
+
+def test_a_canvas_of_layers_is_refused(server: ModuleType) -> None:
+    stack, plan = server.model(REGIONS | {"canvas": 1}, layers=5)
+    scan = RegionScan(ranks=Ranks(0, ParallelConfig(stages=2), None, torch.device("cpu")))  # type: ignore[arg-type]
+    with refused(ConfigError, setting="canvas", given=1):
+        scan.begin(StepGraph(stack, plan))
 
 
 class Mailed(RegionScan):

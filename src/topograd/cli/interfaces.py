@@ -121,7 +121,7 @@ def _plan(args: Analyse, session: LoadedTextRun, inputs: Tensor, targets: Tensor
     regions = Regions.of(session.stack, session.plan)
     with torch.no_grad():
         x0 = regions.stack.embed(inputs)
-        message = regions.messages(x0, regions.stack.layer_context(x0, inputs))[0]
+        message, _ = regions.first(x0, regions.stack.layer_context(x0, inputs))
     each = message.element_size()
     sizes = (each * message.numel(), each * message.numel() * message[0].numel(), each * x0.numel())
     times = region_times(regions, inputs, targets, session.config.topology.jacobian)
@@ -137,13 +137,21 @@ def _table(title: str, first: str, start: int, columns: dict[str, list[float]]) 
 
 
 def _opened(model: Any, count: int, least: int) -> tuple[LoadedTextRun, Tensor, Tensor]:
-    """A run of text, and held-out windows for it."""
+    """A run of text, or of text with hidden tokens, and held-out windows for it."""
     if count < least:
         raise ConfigError(setting="windows", given=count, allowed=f"at least {least}")
     from topograd.convert.model_argument import resolve_model
-    from topograd.runs.session import heldout_text, open_session
+    from topograd.runs.session import LoadedTextRun, heldout_text, open_run, open_session, read_tokenizer
+    from topograd.training.masked_evaluation import hidden_sample
 
-    session = open_session(resolve_model(model))
-    text = heldout_text(session)
+    folder = resolve_model(model)
+    opened = open_run(folder)
+    if opened.config.model.task == "masked":
+        session = LoadedTextRun(**vars(opened), tokenizer=read_tokenizer(opened.run))
+        inputs, targets = hidden_sample(session.stack, heldout_text(session))
+    else:
+        session = open_session(folder)  # which says what it does not take
+        text = heldout_text(session)
+        inputs, targets = text.inputs, text.targets
     session.stack.eval()
-    return session, text.inputs[:count], text.targets[:count]
+    return session, inputs[:count], targets[:count]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import LayerContext, Stack, check_stack
 from topograd.nn.translator import Readable
 from topograd.topology.branches import predicting_plan
-from topograd.topology.dag import EMBEDDING
+from topograd.topology.dag import CANVAS, EMBEDDING
 from topograd.topology.plan import AnyPlan, EdgeOutput, Plan, PlannedStage
 from topograd.topology.prediction import Terms
 
@@ -53,11 +54,16 @@ def run_stage(
     horizon, rows = _needed(stack, planned, ctx) if lean and cache is None else (None, None)
     if horizon is not None:
         ctx = stack.layer_context(ctx.x0[:, :horizon], ctx.inputs[:, :horizon])
-    h = None
+    h, heard = None, ctx
     for (output, _), message in zip(planned.inputs, messages, strict=True):
+        if output.relay == CANVAS:
+            heard = replace(ctx, x0=message[:, :horizon])
+    for (output, _), message in zip(planned.inputs, messages, strict=True):
+        if output.relay == CANVAS:
+            continue
         relay = stack.relay(output.relay)
         received = (
-            relay.receive(message, ctx) if cache is None else cache.receive(relay, output, message, ctx)
+            relay.receive(message, heard) if cache is None else cache.receive(relay, output, message, heard)
         )
         if horizon is not None:
             received = received[:, :horizon]

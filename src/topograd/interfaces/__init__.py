@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from topograd.interfaces.analysis import analyse
-    from topograd.interfaces.causality import future_gradient
     from topograd.interfaces.engines import Hybrid, Scan
     from topograd.nn.config import SegmentInterface
     from topograd.nn.interface import add_interfaces
@@ -18,7 +17,6 @@ else:
         "SegmentInterface": "nn.config",
         "add_interfaces": "nn.interface",
         "analyse": "interfaces.analysis",
-        "future_gradient": "interfaces.causality",
     }
 
     def __getattr__(name: str) -> object:
@@ -37,7 +35,6 @@ __all__ = [
     "SegmentInterface",
     "add_interfaces",
     "analyse",
-    "future_gradient",
 ]
 
 

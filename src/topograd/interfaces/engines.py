@@ -8,8 +8,9 @@
 Statement: with m̄_k = ∂L/∂m_k and J_k = ∂m_{k+1}/∂m_k, m̄_k = J_kᵀ m̄_{k+1} and
 ∇_{θ_k} L = (∂m_{k+1}/∂θ_k)ᵀ m̄_{k+1} (Theorem 2.7, Corollary 2.9 of "LBI: Parallel Scan Backpropagation via
 Latent Bounded Interfaces"). The last region gives m̄_{K-1} in its own backward, and no state goes into the
-first, so only regions 1..K-2 need a Jacobian. The canvas x0 and parameters that regions share collect the
-gradients of each region; no backward runs through the whole graph.
+first, so only regions 1..K-2 need a Jacobian. The canvas, x0 or what the first layers of region 0 make of it,
+and parameters that regions share collect the gradients of each region, and region 0's own backward runs last;
+no backward runs through the whole graph.
 
 Cost on one device, F the forward of a region: autograd about 2.9 K F; scan K F + (K-2) J + 1.9 K F, with
 J near (r-2) F. It is a way to shorten the span on several devices, not the work (`timeline.py`,
@@ -24,14 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.exec.gradient import PendingStage, StepGraph
+from topograd.exec.gradient import Message, PendingStage, StepGraph
 from topograd.interfaces.exactness import check_jacobian
 from topograd.interfaces.jacobian import Visit, by_hand, check_rows, interface_jacobian, recording, visit
 from topograd.interfaces.regions import Regions
@@ -39,6 +40,7 @@ from topograd.interfaces.suffix_scan import Method, suffix_adjoints
 from topograd.interfaces.tape import Tape
 from topograd.nn.layer_dropout import drops_layers
 from topograd.runs.topology_config import Jacobian
+from topograd.topology.dag import CANVAS
 from topograd.topology.plan import PlannedStage
 
 
@@ -119,6 +121,9 @@ class Scan:
     def finish(self, graph: StepGraph) -> None:
         stages = list(graph.pending.values())
         graph.pending.clear()
+        self._canvas = next(
+            (m.value.detach() for s in stages for o, m in s.sent.items() if o.relay == CANVAS), None
+        )
         self._tapes = self._taped.pop(id(graph))
         early = [stage for stage in stages if stage.planned.index < self._building.stop]
         jacobians = [self._jacobian(stage) for stage in early if stage.planned.index > 0 and stage.leaves]
@@ -135,11 +140,11 @@ class Scan:
         rest = (_widened(one, most)[None].to(adjoints) for one in late[1:])
         self.adjoints = torch.cat((adjoints, *rest))
         for stage, adjoint in zip(reversed(early), adjoints.flip(0), strict=False):
-            (message,) = stage.sent.values()
+            message = _interface_of(stage)
             if message.value.requires_grad:
                 n = message.value[0].numel()
                 message.gradient = adjoint[:, :n].view_as(message.value).to(message.value)
-                stage.leaves = []  # what it would hand on is known
+                stage.leaves = stage.leaves[1:]  # the adjoint that it would hand on is known
                 stage.backward(graph.scale)
 
     def adjoint_behind(
@@ -150,9 +155,10 @@ class Scan:
 
     def _jacobian(self, stage: PendingStage) -> Tensor:
         """J (batch, n, n) of a region, from the graph of its forward or, with `recompute`, a new one."""
-        region, leaf, (message,) = stage.planned.index, stage.leaves[0].tensor, stage.sent.values()
-        ran = Visit(self._regions, region, stage.ctx, leaf, message.value, self._tapes.pop(region))
-        seen = visit(self._regions, region, leaf, stage.ctx, self.jacobian) if self._recompute else ran
+        region, leaf, message = stage.planned.index, stage.leaves[0].tensor, _interface_of(stage)
+        ctx = replace(stage.ctx, canvas=self._canvas)
+        ran = Visit(self._regions, region, ctx, leaf, message.value, self._tapes.pop(region))
+        seen = visit(self._regions, region, leaf, ctx, self.jacobian) if self._recompute else ran
         J = interface_jacobian(seen, self.jacobian, self.chunk, self.trimmed)
         check_jacobian(ran, J, self.jacobian, self.trimmed)
         return J
@@ -162,10 +168,15 @@ class Scan:
         adjoints: list[Tensor] = []
         for stage in reversed(stages):
             stage.backward(scale)
-            for source in (leaf.source for leaf in stage.leaves):
+            for source in (leaf.source for leaf in stage.leaves[:1]):  # a canvas collects in region 0
                 assert source.gradient is not None, "a region is a function of its message"
                 adjoints.insert(0, source.gradient.flatten(1))
         return adjoints
+
+
+def _interface_of(stage: PendingStage) -> Message:
+    """m_{k+1} of what a region sends; region 0 may send a canvas too."""
+    return next(message for output, message in stage.sent.items() if output.relay != CANVAS)
 
 
 def _widened(values: Tensor, n: int) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -138,7 +138,10 @@ def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:
     time = (s + 1) * segment
     inputs, x0 = seen.ctx.inputs[:, :time], seen.ctx.x0[:, :time].detach()
     leaf = seen.message_in[:, : s + 1].detach().requires_grad_()
-    return seen.regions.visit(seen.region, leaf, seen.regions.stack.layer_context(x0, inputs))[:, s], leaf
+    ctx = seen.regions.stack.layer_context(x0, inputs)
+    if seen.ctx.canvas is not None:
+        ctx = replace(ctx, canvas=seen.ctx.canvas[:, :time])
+    return seen.regions.visit(seen.region, leaf, ctx)[:, s], leaf
 
 
 def _loop(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:

@@ -88,6 +88,7 @@ def middle_region(regions: Regions, inputs: Tensor) -> tuple[int, Tensor, LayerC
     x0 = stack.embed(inputs).detach().requires_grad_()
     ctx = stack.layer_context(x0, inputs)
     with torch.no_grad():
+        _, ctx = regions.first(x0, ctx)
         return middle, regions.messages(x0, ctx)[middle - 1], ctx
 
 

@@ -1,9 +1,10 @@
 """Regions joined by bounded interfaces: a stack as a chain of maps m_k → m_{k+1}.
 
-Statement: given the canvas x0 (a function of the tokens alone), region k computes m_{k+1} = R_k(m_k) and
-nothing else leaves it ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Corollary 2.6,
-eq. 2). The last region computes the loss. What would make the Jacobians of R_k wrong, or bind the samples of
-a batch together, is refused here as far as kinds of modules and edges show it: a second path, a loss in
+Statement: given the canvas, region k computes m_{k+1} = R_k(m_k) and nothing else leaves it ("LBI: Parallel
+Scan Backpropagation via Latent Bounded Interfaces", Corollary 2.6, eq. 2). The canvas is x0, a function of
+the tokens alone, or the hidden state behind the first layers of region 0, which goes to every later region as
+it is. The last region computes the loss. What would make the Jacobians of R_k wrong, or bind the samples of a
+batch together, is refused here as far as kinds of modules and edges show it: a second path, a loss in
 between, batch statistics, dropout. `exactness.py` tries the Jacobians themselves.
 
 Shapes: m (batch, states, rank); how many states there are, its form says. Cost: none; `visit` runs a region.
@@ -11,7 +12,7 @@ Shapes: m (batch, states, rank); how many states there are, its form says. Cost:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from topograd.nn.interface import bounded_relay
 from topograd.nn.preparation import check_prepared
 from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import LayerContext, Stack
-from topograd.topology.dag import EMBEDDING, Topology, interface_name
+from topograd.topology.dag import CANVAS, EMBEDDING, Topology, interface_name
 from topograd.topology.plan import Plan, PlannedStage
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -61,14 +62,22 @@ class Regions:
     def visit(self, region: int, message: Tensor, ctx: LayerContext) -> Tensor:
         """m_{k+1} = R_k(m_k) of a region that is not the last, at the positions that are read."""
         planned = self.plan.stages[region]
-        _, sent = run_stage(self.stack, planned, [message], ctx, lean=True)
-        return sent[planned.outputs[0]]
+        given = [message] if ctx.canvas is None else [message, ctx.canvas]
+        _, sent = run_stage(self.stack, planned, given, ctx, lean=True)
+        return next(value for output, value in sent.items() if output.relay != CANVAS)
+
+    def first(self, x0: Tensor, ctx: LayerContext) -> tuple[Tensor, LayerContext]:
+        """m_1, and the context with the canvas that region 0 makes, if it makes one."""
+        _, sent = run_stage(self.stack, self.plan.stages[0], [x0], ctx, lean=True)
+        by_kind = {output.relay == CANVAS: value for output, value in sent.items()}
+        return by_kind[False], replace(ctx, canvas=by_kind.get(True))
 
     def messages(self, x0: Tensor, ctx: LayerContext) -> list[Tensor]:
         """m_1 ... m_{K-1} of one forward."""
-        sent: list[Tensor] = []
-        for region in range(self.count - 1):
-            sent.append(self.visit(region, sent[-1] if sent else x0, ctx))
+        message, ctx = self.first(x0, ctx)
+        sent = [message]
+        for region in range(1, self.count - 1):
+            sent.append(self.visit(region, sent[-1], ctx))
         return sent
 
 
@@ -86,9 +95,10 @@ def _check_root(plan: Plan, relay: BoundedRelay) -> None:
 
 def _check_chain(planned: PlannedStage, last: int) -> None:
     k = planned.index
-    sources = [(port.source, lam) for port, lam in planned.inputs]
+    sources = [(port.source, lam) for port, lam in planned.inputs if (port.source, port.relay) != (0, CANVAS)]
+    live = all(lam == 1 for _, lam in planned.inputs)
     whole = all(edge.delay == 0 and edge.grad_bits == 32 for edge in planned.stage.sources)
-    if sources != [(k - 1 if k else EMBEDDING, 1.0)] or not whole:
+    if sources != [(k - 1 if k else EMBEDDING, 1.0)] or not (whole and live):
         raise TopologyError(
             f"region {k + 1} has the sources {sources}",
             setting="sources",

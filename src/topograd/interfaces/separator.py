@@ -8,7 +8,7 @@ alone: other edges, attributes, buffers, modules that regions share. Then nothin
 change, bit for bit. The message into a region is disturbed in the same way, for a relay may keep things as
 well as a layer.
 
-The canvas x0 goes into every region and is allowed. Layers are tried from the last to the first of a
+The canvas goes into every region and is allowed. Layers are tried from the last to the first of a
 region, so that the error names the one from which the path starts. Parameters have noise on them meanwhile,
 for a path through a matrix of zeros would not show; they and the buffers are put back, whatever happens.
 
@@ -30,7 +30,7 @@ from topograd.errors import TopologyError
 from topograd.exec.forward import run_stage
 from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import Stack
-from topograd.topology.dag import EMBEDDING, Topology
+from topograd.topology.dag import CANVAS, EMBEDDING, Topology
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 
 PARAMETER_NOISE = 0.1
@@ -151,7 +151,7 @@ def _noise_on_parameters(stack: Stack) -> Iterator[Callable[[], None]]:
 
 
 def _is_interface(stack: Stack, port: EdgeOutput) -> bool:
-    return isinstance(stack.relay(port.relay), BoundedRelay)
+    return port.relay == CANVAS or isinstance(stack.relay(port.relay), BoundedRelay)
 
 
 def _check_repeatable(first: Seen, second: Seen) -> None:

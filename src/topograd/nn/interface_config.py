@@ -128,6 +128,15 @@ def _value(key: str, value: str, kind: type) -> float | str | bool:
     return value
 
 
+def check_fields(interface: InterfaceSettings, **rules: tuple[bool, str]) -> None:
+    """Refuse the first field that breaks its rule, which says what is allowed."""
+    for name, (held, allowed) in rules.items():
+        if not held:
+            given = getattr(interface, name)
+            problem = f"interface {name} is {given!r}"  # as --seed, a run has settings of these names too
+            raise ConfigError(problem, setting=name, given=given, allowed=allowed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResidualInterface:
     """The shape of interfaces in a subspace of the hidden state."""
@@ -146,15 +155,13 @@ class ResidualInterface:
     causal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.basis not in get_args(Basis):
-            allowed = f"one of {', '.join(get_args(Basis))}"
-            raise ConfigError(setting="basis", given=self.basis, allowed=allowed)
-        if self.rank < 1:
-            raise ConfigError(setting="rank", given=self.rank, allowed="at least 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
-        if not 0 <= self.bypass <= 1:
-            raise ConfigError(setting="bypass", given=self.bypass, allowed="in 0 to 1")
+        check_fields(
+            self,
+            basis=(self.basis in get_args(Basis), f"one of {', '.join(get_args(Basis))}"),
+            rank=(self.rank >= 1, "at least 1"),
+            seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
+            bypass=(0 <= self.bypass <= 1, "in 0 to 1"),
+        )
 
     @classmethod
     def parse(cls, text: str) -> ResidualInterface:
@@ -163,8 +170,7 @@ class ResidualInterface:
         return cls(**parse_settings(text, {**keys, "bypass": ("bypass", float)}))
 
     def check(self, context: int, width: int) -> None:
-        if self.rank > width:
-            raise ConfigError(setting="rank", given=self.rank, allowed=f"at most {width}, the model's width")
+        check_fields(self, rank=(self.rank <= width, f"at most {width}, the model's width"))
 
     def build(self, width: int, context: int, before: BoundedRelay | None) -> BoundedRelay:
         from topograd.nn.residual_interface import ResidualRelay
@@ -185,11 +191,11 @@ class PublishedInterface:
     causal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.rank < 3:
-            allowed = "at least 3, for a LayerNorm of fewer numbers passes no gradient"
-            raise ConfigError(setting="rank", given=self.rank, allowed=allowed)
-        if self.read not in get_args(Read):
-            raise ConfigError(setting="read", given=self.read, allowed=f"one of {', '.join(get_args(Read))}")
+        check_fields(
+            self,
+            rank=(self.rank >= 3, "at least 3, for a LayerNorm of fewer numbers passes no gradient"),
+            read=(self.read in get_args(Read), f"one of {', '.join(get_args(Read))}"),
+        )
 
     @classmethod
     def parse(cls, text: str) -> PublishedInterface:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from topograd.topology.dag import CANVAS
+
 if TYPE_CHECKING:
     from topograd.nn.interface_config import InterfaceSettings
     from topograd.nn.stack import LayerContext
@@ -115,4 +117,4 @@ class PreNorm:
         return F.rms_norm(message, message.shape[-1:])
 
 
-RELAYS: Mapping[str, Relay] = {"identity": Identity(), "pre-norm": PreNorm()}
+RELAYS: Mapping[str, Relay] = {"identity": Identity(), "pre-norm": PreNorm(), CANVAS: Identity()}

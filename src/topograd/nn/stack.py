@@ -53,6 +53,8 @@ class LayerContext:
     """The same with 0 and -inf, for fused attention."""
     calls: Sequence[Any] = ()
     """The arguments of each layer of an adapted model."""
+    canvas: Tensor | None = None
+    """What a region's interface adds to, where that is not x0 and comes by no message."""
     spans: Spans | None = None
     """The sequences of the packed positions, while several decode as one batch (`slots.py`)."""
 

@@ -44,6 +44,7 @@ from topograd.errors import ConfigError
 from topograd.exec.gradient import PendingStage, StepGraph
 from topograd.interfaces.engines import Scan
 from topograd.parallel.ranks import Ranks
+from topograd.topology.dag import CANVAS
 
 TAG = 40
 """Of what this module sends, apart from messages that go forward."""
@@ -71,6 +72,12 @@ class RegionScan(Scan):
                 setting="interface",
                 given=graph.plan.topology.interface,
                 allowed="the same at every boundary for a scan over ranks; backward autograd takes others",
+            )
+        if canvas := [port.layer for port, _ in graph.plan.stages[1].inputs if port.relay == CANVAS]:
+            raise ConfigError(
+                setting="canvas",
+                given=canvas[0],
+                allowed="0, the embedding, for a scan over ranks; backward autograd takes others",
             )
 
     @property

@@ -147,6 +147,9 @@ class TopologyConfig:
     interface: str | None = None
     """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail" or another form, as
     "residual:r=8": gradient crosses them, and only the last part has a loss."""
+    canvas: int = 0
+    """What interfaces add to: the hidden state behind so many layers of the first part, which goes to every
+    later part as it is; 0 is the embedding."""
     backward: Backward = "autograd"
     """How gradients cross interfaces: autograd, an exact parallel scan, or a hybrid of both."""
     carried: int | None = None
@@ -169,6 +172,7 @@ class TopologyConfig:
             grad_delay=(0 <= self.grad_delay <= MAX_DELAY, f"in 0 to {MAX_DELAY} steps"),
             grad_bits=(self.grad_bits in GRAD_BITS, _BITS),
             source_grad_scale=(0 <= self.source_grad_scale <= 1, "in [0, 1]"),
+            canvas=(self.canvas >= 0, "at least 0"),
             carried=(self.carried is None or self.carried >= 0, "at least 0"),
             jacobian_chunk=(self.jacobian_chunk is None or self.jacobian_chunk >= 1, "at least 1"),
             teacher_decay=(0 <= self.teacher_decay < 1, "in 0 to below 1"),
@@ -228,6 +232,7 @@ class TopologyConfig:
             ("join", self.source is not None, "a source"),
             ("source_grad_scale", self.source is not None, "a source"),
             ("relay_rank", learned, "a relay or a join that learns"),
+            ("canvas", self.interface is not None, "an interface"),
             ("carried", self.backward == "hybrid", "backward hybrid"),
             ("jacobian", self.backward != "autograd", "backward scan or hybrid"),
             ("jacobian_chunk", self.jacobian != "loop", "jacobian batched, forward or pullback"),
@@ -316,6 +321,7 @@ class TopologyConfig:
             Configuration.parse(partition).composition,
             self.interface,
             first_region=parse_interfaces(self.interface)[0].first_region,
+            canvas=self.canvas,
         )
         if len(regions.stages) < 2:
             raise ConfigError(

@@ -27,6 +27,8 @@ EMBEDDING = -1
 """The source that is not a stage: the embedding x0."""
 HEADLESS = ("autoencoder", "inverse")
 """Objectives that train no head: their stages have a loss and do not predict."""
+CANVAS = "canvas"
+"""The relay of a source that is not added: the stage's other sources, bounded interfaces, add to it."""
 PLAIN_RELAYS = ("identity", "pre-norm")
 """The relays without parameters; every other one belongs to a single edge and has a name of its own."""
 GRAD_BITS = (32, 16, 8, 4, 3)
@@ -118,21 +120,31 @@ class Topology:
 
     @classmethod
     def regions(
-        cls, composition: Composition | str, interface: str | None = None, *, first_region: int = 1
+        cls,
+        composition: Composition | str,
+        interface: str | None = None,
+        *,
+        first_region: int = 1,
+        canvas: int = 0,
     ) -> Topology:
         """Regions joined by bounded interfaces: a chain of relays, λ = 1, one loss at the end.
 
         The relay into region k is called `interface_name(k)`; the stack must own it, and `prepare` adds it
-        where `interface` says its shape. With `first_region` 0 the canvas is read through one too.
+        where `interface` says its shape. With `first_region` 0 the canvas is read through one too. The canvas
+        is the embedding or, for all regions but the first, the hidden state behind `canvas` layers of that.
         """
         composition = _configuration(composition).composition
         last = composition.stages - 1
+        if not 0 <= canvas <= composition.parts[0]:
+            allowed = f"0, the embedding, to {composition.parts[0]}, the layers of the first region"
+            raise TopologyError(setting="canvas", given=canvas, allowed=allowed)
         stages = []
         for k, (start, stop) in enumerate(composition.intervals):
             source = _root() if k == 0 else Edge(k - 1, grad_scale=1.0)
             if k >= first_region:
                 source = replace(source, relay=interface_name(k))
-            stages.append(Stage(start, stop, (source,), weight=float(k == last)))
+            beside = (Edge(0, canvas, 1.0, CANVAS),) if canvas and k else ()
+            stages.append(Stage(start, stop, (source, *beside), weight=float(k == last)))
         return cls(composition.layers, tuple(stages), interface=interface)
 
     @classmethod
@@ -421,7 +433,9 @@ def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
         raise _stage_error(k, "sources", (), remedy="give it a source (EMBEDDING or an earlier stage)")
     for edge in stage.sources:
         _validate_edge(topology, k, edge)
-    if len({topology.source_layer(edge) for edge in stage.sources}) < len(stage.sources):
+    if stage.sources[0].relay == CANVAS:
+        raise _stage_error(k, "sources", stage.sources, allowed="an interface first, then what it adds to")
+    if len({(*topology.source_layer(e), e.relay == CANVAS) for e in stage.sources}) < len(stage.sources):
         raise _stage_error(k, "sources", stage.sources, allowed="different sources")
 
 

@@ -32,7 +32,7 @@ from topograd.nn.preparation import prepare
 from topograd.nn.residual_interface import ResidualRelay
 from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig
-from topograd.topology.dag import Topology
+from topograd.topology.dag import CANVAS, Topology
 from topograd.topology.plan import Plan
 from topograd.training.optimizers import make_optimizers
 from topograd.training.step_runner import StepRunner
@@ -59,12 +59,13 @@ def begin_interfaces(
     dense = copy.deepcopy(stack)
     del dense.relays
     chain = prepare(dense, Topology.chain(str(len(dense.layers))))
+    canvas = next((port.layer for port, _ in plan.stages[1].inputs if port.relay == CANVAS), 0)
     optimizers = make_optimizers(dense, optimizer, chain)
     loop = StepRunner(dense, optimizers, clip=optimizer.clip)
     for step in range(steps):
         optimizers.set_rates(step, steps)
         loop.step(chain, [next(batches)], step + 1)
-    seen = [boundary_rows(dense, chain, *next(batches)) for _ in range(READ)]
+    seen = [boundary_rows(dense, chain, *next(batches), canvas) for _ in range(READ)]
     with torch.no_grad():
         for layer, relay in relays.items():
             rows = torch.cat([one[relay.settings.basis][layer] for one in seen])
@@ -77,17 +78,20 @@ def leading_directions(rows: Tensor, rank: int) -> Tensor:
     return torch.linalg.svd(rows.double(), full_matrices=True).Vh[:rank].T.to(rows.dtype)
 
 
-def boundary_rows(dense: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> dict[str, dict[int, Tensor]]:
-    """`hidden` and `adjoints` (positions, width) behind each layer of a chain, by the layer's number."""
+def boundary_rows(
+    dense: Stack, plan: Plan, inputs: Tensor, targets: Tensor, canvas: int = 0
+) -> dict[str, dict[int, Tensor]]:
+    """`hidden` and `adjoints` (positions, width) behind each layer of a chain, by the layer's number; the
+    canvas lies behind so many layers."""
     found: dict[str, dict[int, Tensor]] = {"hidden": {}, "adjoints": {}}
-    canvas: list[Tensor] = []
+    states: dict[int, Tensor] = {}
 
     def watch(number: int, layer: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            canvas.append(args[0].detach())
+            states[number] = args[0].detach()
 
         def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            found["hidden"][number] = (output.detach() - canvas[0]).flatten(0, -2)
+            states[number + 1] = output.detach()
             output.register_hook(keep)
 
         def keep(gradient: Tensor) -> None:
@@ -101,4 +105,6 @@ def boundary_rows(dense: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> 
     for handle in handles:
         handle.remove()
     dense.zero_grad(set_to_none=True)
+    for number in range(len(dense.layers)):
+        found["hidden"][number] = (states[number + 1] - states[canvas]).flatten(0, -2)
     return found

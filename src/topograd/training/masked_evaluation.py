@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from topograd.data.loader import IGNORED
 from topograd.data.masked import hide
@@ -47,12 +48,17 @@ class MaskedEvaluation(ExitReadings):
         return f"masked CE {self.masked_ce.prediction:.3f}"
 
 
+def hidden_sample(stack: Stack, text: Text) -> tuple[Tensor, Tensor]:
+    """Inputs of a text with hidden tokens, the same at every call, and these as targets."""
+    draw = torch.Generator().manual_seed(0)
+    return hide(text.inputs, stack.vocab - 1, draw, text.targets != IGNORED)
+
+
 def evaluate_masked(
     stack: Stack, plan: Plan, text: Text, on_batch: Callable[[int, int], None] | None = None
 ) -> MaskedEvaluation:
     """Every reading of this module. `on_batch` is called with the rows that are done, and of how many."""
-    draw = torch.Generator().manual_seed(0)
-    inputs, targets = hide(text.inputs, stack.vocab - 1, draw, text.targets != IGNORED)
+    inputs, targets = hidden_sample(stack, text)
     hidden = targets != IGNORED
     found = readings(exit_logits(stack, plan, inputs, BATCH, hidden, on_batch), targets[hidden])
     return MaskedEvaluation(masked_ce=found.pop("loss"), hidden=int(hidden.sum()), **found)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from papers.kept import Kept, NotMeasured
 from papers.latent_bounded_interfaces import interface_verdict as study
 from papers.outcome import asked
+from raising import refused
 from topograd.exec.forward import stage_logits
 from topograd.runs.config import OptimizerConfig
 
@@ -68,6 +72,29 @@ def test_the_published_interface_is_read_from_prefixes() -> None:
     assert "shuffled" in found
     dense = study.measure(study.ARMS["dense"], config(), study.first_rates(study.ARMS["dense"]))
     assert dense["sample"] == dense["honest"]
+
+
+def test_what_is_there_is_judged(tmp_path: Path) -> None:
+    file, given = tmp_path / "rows.jsonl", asked("interface-verdict", "tiny", seeds=3)
+    kept = Kept(file, {})
+    row = {"rates": ["adamw", 0.1, 0.1], "parameters": 9, "honest": 1.7, "sample": 1.4}
+    late = {"sample_late": 1.4, "honest_late": 1.6, "shuffled": 1.9}
+    for seed in range(3):
+        for arm, ce in {"dense": 1.0, "shallow": 2.0, "published": 1.5}.items():
+            if (arm, seed) != ("published", 2):
+                found = row | late | {"ce": ce + seed / 100}
+                if arm != "published":
+                    found |= {"honest": found["ce"], "sample": found["ce"]}
+                kept.row({"arm": arm, "seed": seed}, partial(dict, found))
+    result = study.run(replace(given, kept=Kept(file, {}, measure=False)))
+    assert result.findings[0] == "8 of 12 trainings."
+    cells = {cell[0]: cell[1] for cell in result.tables[0].rows}
+    assert cells == {"dense": "3", "shallow": "3", "published": "2"}
+    verdicts = {claim.name: claim.verdict for claim in result.claims}
+    assert verdicts["depth is worth something: dense"] == "held"
+    assert verdicts["published beats shallow"] == "held"
+    with refused(NotMeasured, setting="judge"):
+        study.run(replace(given, kept=Kept(file, {"steps": 7}, measure=False)))
 
 
 @pytest.mark.parametrize("optimum", [0.0025, 0.02, 0.08])

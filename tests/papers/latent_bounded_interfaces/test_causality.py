@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from papers.latent_bounded_interfaces.causality import future_gradient
 from raising import refused
 from tests.oracles.interfaces import interface_forward
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
-from topograd.interfaces.causality import future_gradient
 from topograd.nn.config import ARCHITECTURES, Architecture, Maps, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentRelay, add_interfaces
