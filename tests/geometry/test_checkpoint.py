@@ -290,6 +290,10 @@ def test_experts_of_transformers_are_read_one_by_one() -> None:
     experts = [name for name in reading.layers if "experts" in name]
     assert len(experts) == 2 * 3, "gate and up in one, and down"
     assert model.config._experts_implementation == asked
+    router = "model.layers.0.mlp.gate.weight"
+    shifted = {one.moves for one in reading.directions if one.group is not None and "shift" in one.group}
+    assert (router,) in shifted, "the softmax of a router does not see a shift of all its logits"
+    assert not [one.layer for one in reading.directions if one.kind == "dead"]
 
 
 def test_a_direction_below_rounding_in_its_window_is_not_called_unused() -> None:

@@ -39,6 +39,8 @@ ROLES = {
 """Names of attention's maps."""
 FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj_weight")
 """Names of queries, keys and values in one matrix."""
+ROUTERS = ("gate", "router", "gating", "wg")
+"""Names of maps whose outputs are the logits of experts."""
 Maps = Mapping[str, "Map"]
 Pair = tuple[str, str, bool]
 """Producer and consumer by their paths, and whether their rows meet."""

@@ -19,7 +19,8 @@ with log-probabilities in the place of f for shifts of a head. Tried are
     a norm's gain with the maps that read its output, and the kernel of a LayerNorm in each of them, seen in
     one run
     the rows of a map that has as many outputs as the network, with the heads that its stages have, or as many
-    as a LayerNorm reads: a stream that LayerNorms alone read does not show a shift of all its channels
+    as a LayerNorm reads: a stream that LayerNorms alone read does not show a shift of all its channels; and
+    those of a router of experts, by its name
 
 Of modules of one class and shape the first is tried; the others are then confirmed all together, and by
 halves where that fails. Names matter little: degree 2 and one factor for each block are tried of likely
@@ -54,6 +55,7 @@ from topograd.geometry.symmetries import (
     Symmetry,
 )
 from topograd.geometry.symmetry_candidates import (
+    ROUTERS,
     Calls,
     Map,
     Maps,
@@ -304,7 +306,10 @@ class _Search(Response):
                 yield from [] if held is None else [held]
 
     def stream_shifts(self) -> Iterator[Symmetry]:
-        """Of maps that write into a stream which LayerNorms read; one of each kind first, then all of it."""
+        """Of maps that write into a stream which LayerNorms read, and of routers, whose outputs are logits too.
+
+        One of each kind first, then all of it.
+        """
         norms = [module for module in self.model.modules() if isinstance(module, nn.LayerNorm)]
         widths = {norm.normalized_shape[0] for norm in norms if len(norm.normalized_shape) == 1}
         writers = [
@@ -318,7 +323,8 @@ class _Search(Response):
                 writers.append((path, module.out_channels, str(weight), bias, 0))
         kinds: dict[tuple[str, bool], list[Shift]] = {}
         for path, outputs, weight, bias, dim in writers:
-            if outputs in widths and outputs != self._width:
+            routes = path.rpartition(".")[2] in ROUTERS
+            if (outputs in widths or routes) and outputs != self._width:
                 like = re.sub(r"\d+", "", path)
                 kinds.setdefault((like, False), []).append(Shift(weight, False, dim, stream=True))
                 if bias is not None:
