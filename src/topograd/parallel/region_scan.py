@@ -49,6 +49,13 @@ TAG = 40
 """Of what this module sends, apart from messages that go forward."""
 
 
+def check_canvas(layers: int) -> None:
+    """Refuse a canvas of layers, whose gradient would have to come back from every rank."""
+    if layers:
+        allowed = "0, the embedding, for a scan over ranks; backward autograd takes others"
+        raise ConfigError(setting="canvas", given=layers, allowed=allowed)
+
+
 @dataclass
 class RegionScan(Scan):
     """The scan of one rank: the adjoint behind its regions comes from the ranks behind it."""
@@ -68,12 +75,7 @@ class RegionScan(Scan):
                 given=graph.plan.topology.interface,
                 allowed="the same at every boundary for a scan over ranks; backward autograd takes others",
             )
-        if canvas := [port.layer for port, _ in graph.plan.stages[1].inputs if port.relay == CANVAS]:
-            raise ConfigError(
-                setting="canvas",
-                given=canvas[0],
-                allowed="0, the embedding, for a scan over ranks; backward autograd takes others",
-            )
+        check_canvas(sum(port.layer for port, _ in graph.plan.stages[1].inputs if port.relay == CANVAS))
 
     @property
     def _last(self) -> int:
