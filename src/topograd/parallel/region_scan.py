@@ -53,6 +53,13 @@ AHEAD = 16
 and a rank that waited for it would be late for all micro-batches behind."""
 
 
+def check_canvas(layers: int) -> None:
+    """Refuse a canvas of layers, whose gradient would have to come back from every rank."""
+    if layers:
+        allowed = "0, the embedding, for a scan over ranks; backward autograd takes others"
+        raise ConfigError(setting="canvas", given=layers, allowed=allowed)
+
+
 @dataclass
 class RegionScan(Scan):
     """The scan of one rank: the adjoint behind its regions comes from the ranks behind it."""
@@ -73,12 +80,7 @@ class RegionScan(Scan):
                 given=graph.plan.topology.interface,
                 allowed="the same at every boundary for a scan over ranks; backward autograd takes others",
             )
-        if canvas := [port.layer for port, _ in graph.plan.stages[1].inputs if port.relay == CANVAS]:
-            raise ConfigError(
-                setting="canvas",
-                given=canvas[0],
-                allowed="0, the embedding, for a scan over ranks; backward autograd takes others",
-            )
+        check_canvas(sum(port.layer for port, _ in graph.plan.stages[1].inputs if port.relay == CANVAS))
 
     @property
     def _last(self) -> int:
