@@ -45,8 +45,11 @@ class Workspace:
     folder: Path
 
     metrics_file = Inside("metrics.jsonl")
-    checkpoints = Inside("checkpoints")
     lock_file = Inside("lock")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
     @property
     def store(self) -> CheckpointStore:
