@@ -45,11 +45,11 @@ class Workspace:
     folder: Path
 
     metrics_file = Inside("metrics.jsonl")
-    lock_file = Inside("lock")
+    checkpoints = Inside("checkpoints")
 
     @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+    def lock_file(self) -> Path:
+        return self.folder / "lock"
 
     @property
     def store(self) -> CheckpointStore:
