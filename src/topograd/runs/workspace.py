@@ -46,7 +46,10 @@ class Workspace:
 
     metrics_file = Inside("metrics.jsonl")
     checkpoints = Inside("checkpoints")
-    lock_file = Inside("lock")
+
+    @property
+    def lock_file(self) -> Path:
+        return self.folder / "lock"
 
     @property
     def store(self) -> CheckpointStore:

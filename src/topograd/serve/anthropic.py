@@ -174,7 +174,12 @@ class MessagesResponse(BlockResponse):
         return {**computed, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
     def _created(self) -> Iterator[str]:
-        begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        begun: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
         yield self._event("message_start", {"message": {**self.head, **begun}})
 
     def _begin(self, choice: Choice) -> Iterator[str]:

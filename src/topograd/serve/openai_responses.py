@@ -175,7 +175,7 @@ class ResponsesResponse(BlockResponse):
         yield self._event("response.in_progress", {"response": self._body("in_progress")})
 
     def _delta(self, choice: Choice, delta: Delta) -> str:
-        kind, more = "output_text", {"logprobs": []}
+        kind, more = "output_text", dict[str, Any](logprobs=[])
         if delta.call is not None:
             kind, more = "function_call_arguments", {}
         return self._event(f"response.{kind}.delta", self._where(choice) | {"delta": delta.text} | more)
