@@ -306,7 +306,7 @@ class _Search(Response):
                 yield from [] if held is None else [held]
 
     def stream_shifts(self) -> Iterator[Symmetry]:
-        """Of maps that write into a stream which LayerNorms read, and of routers, whose outputs are logits too.
+        """Of maps that write into a stream which LayerNorms read, and of routers: theirs are logits too.
 
         One of each kind first, then all of it.
         """
