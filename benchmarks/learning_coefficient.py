@@ -162,7 +162,7 @@ def profile(model: Path) -> dict[str, Any]:
     said = expected_seconds(probe, settings, parts)
     until_said = time.perf_counter() - began
     target = Target(probe.model, "cross-entropy", list(probe.batches[:BATCHES]), probe.outputs)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for part in (parts[0], parts[len(parts) // 2], parts[-1]):
         center = sampled_weights(probe.model, part.weights)
         noise = Noise(0)

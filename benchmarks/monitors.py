@@ -432,7 +432,7 @@ def bench_monitors(settings: Settings, on_more: OnMore | None = None) -> dict[st
     return {**results, "cost": measure_cost(settings) if settings.rounds else None}
 
 
-COSTS: Mapping[str, dict[str, int]] = {
+COSTS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "each_step": {"every": 1, "slow_every": 1},
     "with_sharpness": {},

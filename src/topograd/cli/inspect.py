@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
             scans=args.scans,
             on_scan=on_more,
         )
-    about = {"kind": probe.kind, "step": probe.step, "text": probe.text}
+    about: dict[str, Any] = {"kind": probe.kind, "step": probe.step, "text": probe.text}
     about |= {"fresh": list(probe.fresh)} if theirs else {}
     results = {"model": str(args.model), **about, **found.as_dict()}
     results["seconds"] = time.perf_counter() - began
