@@ -99,8 +99,8 @@ def answer(args: Asked, question: Question) -> Result:
         tries.setdefault(arm, {})[rate] = trained(arm, given[TUNING], rate)["bpb"]
         args.on_more(i + 1, total)
     for arm, tried in tries.items():
-        while (rate := next_rate(tried, question.widest)) is not None:
-            tried[rate] = trained(arm, given[TUNING], rate)["bpb"]
+        while (beyond := next_rate(tried, question.widest)) is not None:
+            tried[beyond] = trained(arm, given[TUNING], beyond)["bpb"]
     rates = question.rates_of(tries)
     rows: list[Row] = []
     for seed, arm in itertools.product(range(args.seeds), question.arms):

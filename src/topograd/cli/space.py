@@ -124,12 +124,13 @@ def run(argv: list[str]) -> int:
     match args:
         case Show():
             configuration = Configuration.parse(args.partition, heads=args.heads)
-            edges = {
-                "grad_scale": args.grad_scale,
-                "grad_delay": args.grad_delay,
-                "grad_bits": args.grad_bits,
-            }
-            chain = TopologyConfig(partition=args.partition, heads=args.heads, **edges)
+            chain = TopologyConfig(
+                partition=args.partition,
+                heads=args.heads,
+                grad_scale=args.grad_scale,
+                grad_delay=args.grad_delay,
+                grad_bits=args.grad_bits,
+            )
             layers = configuration.composition.layers
             answer = describe(chain.build(layers), configuration, args.microbatches)
             table = _shown(answer)
