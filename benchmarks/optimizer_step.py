@@ -33,6 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+import clone  # noqa: F401  (for what is not installed)
 from papers.limits import check_total
 from tables import ratio_table
 from topograd.cli.console import Json, note, number, out, print_json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import clone  # noqa: F401  (for what is not installed)
 from papers.limits import check_total
 from topograd.errors import ConfigError
 from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers

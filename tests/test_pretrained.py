@@ -19,6 +19,7 @@ from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
+from topograd.runs.config import VERSION
 from topograd.runs.folder import Run
 from topograd.runs.session import LoadedTextRun, open_session
 
@@ -64,8 +65,8 @@ def test_its_manifest_binds_all_that_belongs_to_it(session: LoadedTextRun, tmp_p
             copy.manifest.verify(name)
 
 
-def test_it_is_of_version_01_and_its_layers_are_counted_from_the_last(session: LoadedTextRun) -> None:
-    assert "topology" not in session.run.read_config()
+def test_its_settings_are_todays_and_its_layers_are_counted_from_the_last(session: LoadedTextRun) -> None:
+    assert session.run.read_config()["version"] == VERSION
     assert session.config.gpt.count_from == "last"
     assert session.config.topology.partition == "2,2,2,2"
     assert (session.plan.prediction.kind, session.plan.last) == ("last", 3)

@@ -129,10 +129,6 @@ def test_what_cannot_be_measured(staged: Path, backprop: Path, call: Any) -> Non
         ("decode --rank 4", "Unrecognized options: --rank"),
         ("encode", "'encode' was given to bench; choose one of decode, serve, pipeline"),
         ("", "nothing was given to bench; choose one of decode, serve, pipeline"),
-        (
-            "scan --json",
-            "'bench scan' is not installed; in a clone of the repository, run python benchmarks/scan.py",
-        ),
     ],
 )
 def test_what_is_no_bench(words: str, why: str, call: Any) -> None:

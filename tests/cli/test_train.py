@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from topograd.runs.config import PRESETS, TrainConfig
+from topograd.runs.config import PRESETS, VERSION, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
 from topograd.training.runs import start
@@ -235,6 +235,7 @@ def test_files_that_cannot_be_read_are_named(
 def test_ctrl_c_saves_and_says_how_to_go_on(size: list[str], tmp_path: Path) -> None:
     config = TrainConfig.from_dict(
         {
+            "version": VERSION,
             "steps": 100_000,
             "save_every": 0,
             "tokenizer": "bytes",

@@ -19,7 +19,7 @@ from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, LearnedRelay, Linear, LowRank, add_relays
 from topograd.nn.relays import RELAYS
 from topograd.nn.stack import LayerContext, Stack
-from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Topology
+from topograd.topology.dag import CANVAS, EMBEDDING, PLAIN_RELAYS, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import activation_rank
 
@@ -99,7 +99,7 @@ def test_two_linear_relays_are_one_map_of_the_concatenation() -> None:
 
 
 def test_the_plain_relays_are_those_without_parameters() -> None:
-    assert tuple(RELAYS) == PLAIN_RELAYS
+    assert tuple(RELAYS) == (*PLAIN_RELAYS, CANVAS)
     assert not set(RELAYS) & set(LEARNED)
 
 
