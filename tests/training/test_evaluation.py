@@ -70,6 +70,12 @@ def test_bits_per_byte_of_every_prefix_and_every_pooling(stack: GPT, text: Text)
     assert readings.bytes == NBYTES
 
 
+def test_the_result_comes_before_its_details(stack: GPT, text: Text) -> None:
+    names = list(evaluate(stack, Plan.of(TOPOLOGY, 4), text).as_dict())
+    assert names[:3] == ["bpb", "tokens", "bytes"]
+    assert set(names[3:]) == {"ece", "reliability", "effective_rank", "usefulness"}
+
+
 def test_usefulness_is_what_each_stage_takes_off_the_running_sum(stack: GPT, text: Text) -> None:
     logits, targets = brute_force(stack, text)
     running = [F.cross_entropy(torch.stack(logits[: k + 1]).sum(0), targets).item() for k in range(3)]

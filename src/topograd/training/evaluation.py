@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -74,7 +74,9 @@ class ExitReadings:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, as `--json` prints them and a run keeps them."""
-        return asdict(self)
+        values = asdict(self)
+        details = [field.name for field in fields(ExitReadings)]  # the result comes first
+        return {name: values[name] for name in sorted(values, key=details.__contains__)}
 
 
 @dataclass(frozen=True)
