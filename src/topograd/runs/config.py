@@ -350,7 +350,8 @@ class TrainConfig:
         rest = dict(values)
         if (version := rest.pop("version", 1)) != VERSION:
             remedy = (
-                "topograd 0.3 reads runs of 0.1 and 0.2: there, python -m topograd.runs.export RUN TARGET"
+                "train or run it with topograd 0.3, or write it there for inference, in bfloat16: "
+                "python -m topograd.runs.export RUN TARGET"
             )
             raise ConfigError(setting="version", given=version, allowed=f"{VERSION}", remedy=remedy)
         model = rest.pop("model", {})
