@@ -6,7 +6,7 @@ before its first row was there:
     edges-stages    six stages of one layer, the first of which is five steps late, one loss at the end. Is
                     late still better than cut?
     edges-uniform   is one step for all better than one a border of six stages?
-    edges-alone     one loss, at the end, so that the gap of an arm is its price: 4 and 3 bits, late
+    edges-alone     one loss, at the end, so that the gap of an arm is its price: 8, 4 and 3 bits, late
     edges-adamw     cut, four bits and late of `edges`, with AdamW for everything
     edges-length    backprop, cut and late over three times the steps: does the gap of late edges vanish?
     edges-rates     six late stages: do rates that fall with the lateness help, or weights that are foretold?
@@ -17,7 +17,7 @@ They keep their measurements among those of `edges`, so that what several have i
 What was known when the claims were set: `edges` with five seeds (docs/results/2026-11-18-edges.md); for six
 late stages one seed with rates that were not tuned (+3.7 to +5.9 %); for AdamW and uniform one seed and half
 of the steps (late +1.4 %, uniform +2.1 %); for 3 bits the same (+0.4 %); for six stages that are cut the BPB
-of the seed that chooses rates.
+of the seed that chooses rates. 8 bits were added later, when `edges-alone` had three seeds of its other arms.
 
 Rates. Where an arm and its length are those of `edges`, its rate is what that study chose (0.01, between
 0.005 and 0.02), and so is that of six stages that are cut. Six late stages, uniform, AdamW and twice the
@@ -31,7 +31,6 @@ Cost: `presets.py`. Limits: those of `edges.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from papers.beyond.edge_arms import (
     AHEAD,
@@ -89,7 +88,7 @@ def length(args: Asked) -> Result:
 
 def alone(args: Asked) -> Result:
     """One loss, at the end."""
-    arms = {arm: ways(exits=0.0)[arm] for arm in (BACKPROP, THIN[4], THIN[3], LATE)}
+    arms = {arm: ways(exits=0.0)[arm] for arm in (BACKPROP, *THIN.values(), LATE)}
     return answer(args, Question(arms, _alone_claims, chosen=CHOSEN))
 
 
@@ -140,10 +139,8 @@ def _length_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def _alone_claims(rows: Sequence[Row]) -> list[Claim]:
-    free = partial(_free, rows)
     return [
-        free(THIN[4]),
-        free(THIN[3]),
+        *(_free(rows, arm) for arm in THIN.values()),
         near(rows, THIN[3], f"three bits come within {GOAL:g} % of backprop"),
         near(rows, LATE, f"a late gradient without early losses comes within {GOAL:g} % of backprop"),
     ]
