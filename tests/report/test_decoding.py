@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from topograd.report.page import decoding_section
+from topograd.report.page import decoding_html
 
 FULL = {
     "way": "full",
@@ -72,9 +72,7 @@ class Reader(HTMLParser):
 
 
 def test_ways_as_a_table_and_a_text_with_its_stages() -> None:
-    html = decoding_section(DECODING)
-    assert html.startswith('<section id="decoding" aria-labelledby="decoding-title">')
-    assert '<h2 id="decoding-title">As much depth as a token needs</h2>' in html
+    html = decoding_html(DECODING)
     reader = Reader(html)
     assert reader.rows[:3] == [
         [
@@ -93,7 +91,7 @@ def test_what_names_and_texts_say_is_shown_and_not_done() -> None:
     decoding = copy.deepcopy(DECODING)
     decoding["bench"]["ways"][0]["way"] = hostile
     decoding["picture"] |= {"prompt": hostile, "pieces": [[hostile, 2]]}
-    html = decoding_section(decoding)
+    html = decoding_html(decoding)
     reader = Reader(html)
     assert "<script" not in html
     assert "\x1b" not in html
@@ -101,7 +99,7 @@ def test_what_names_and_texts_say_is_shown_and_not_done() -> None:
     assert reader.rows[1][0] == shown
     assert reader.pre == 2 * shown
     decoding["bench"]["ways"][0]["speedup"] = hostile
-    assert Reader(decoding_section(decoding)).rows[1][2] == "–", "what is no number is a dash"
+    assert Reader(decoding_html(decoding)).rows[1][2] == "–", "what is no number is a dash"
 
 
 @pytest.mark.parametrize(
@@ -122,19 +120,19 @@ def test_what_names_and_texts_say_is_shown_and_not_done() -> None:
     ids=str,
 )
 def test_without_ways_there_is_no_part(decoding: Any) -> None:
-    assert decoding_section(decoding) == ""
+    assert decoding_html(decoding) == ""
 
 
 @pytest.mark.parametrize("way", [None, 5, [], {}, {"way": None}, {"speedup": "x"}], ids=str)
 def test_a_damaged_way_is_a_row_of_dashes(way: object) -> None:
-    reader = Reader(decoding_section({"bench": {"ways": [way, FULL]}}))
+    reader = Reader(decoding_html({"bench": {"ways": [way, FULL]}}))
     assert reader.rows[1][1:] == ["–"] * 6
     assert reader.rows[2][0] == "full"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, None, "1.5"], ids=str)
 def test_a_damaged_number_is_a_dash(value: object) -> None:
-    assert Reader(decoding_section({"bench": {"ways": [FULL | {"speedup": value}]}})).rows[1][2] == "–"
+    assert Reader(decoding_html({"bench": {"ways": [FULL | {"speedup": value}]}})).rows[1][2] == "–"
 
 
 @pytest.mark.parametrize(
@@ -158,19 +156,19 @@ def test_a_damaged_number_is_a_dash(value: object) -> None:
     ids=str,
 )
 def test_a_damaged_text_leaves_the_table_alone(damage: dict[str, Any]) -> None:
-    reader = Reader(decoding_section(DECODING | {"picture": DECODING["picture"] | damage}))
+    reader = Reader(decoding_html(DECODING | {"picture": DECODING["picture"] | damage}))
     assert [row[0] for row in reader.rows] == ["way", "full", "speculate"]
     assert "pre" not in reader.tags
 
 
 @pytest.mark.parametrize("picture", [None, [], "text", {}], ids=str)
 def test_without_a_text_there_is_only_the_table(picture: object) -> None:
-    html = decoding_section(DECODING | {"picture": picture})
-    assert html == decoding_section({"bench": DECODING["bench"]})
+    html = decoding_html(DECODING | {"picture": picture})
+    assert html == decoding_html({"bench": DECODING["bench"]})
     assert Reader(html).tags.count("table") == 1
 
 
 def test_a_text_without_a_prompt_is_shown() -> None:
     decoding = copy.deepcopy(DECODING)
     del decoding["picture"]["prompt"]
-    assert Reader(decoding_section(decoding)).pre == "read(x)"
+    assert Reader(decoding_html(decoding)).pre == "read(x)"

@@ -15,20 +15,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from topograd.report.drawing import (
-    INK,
-    Drawing,
-    legend_below,
-    look,
-    new_figure,
-    panels,
-    powers,
-    render,
-    style,
-)
+from topograd.report.drawing import INK, legend_below, look, new_figure, panels, powers
 from topograd.report.figures import Panel
-from topograd.report.markup import document, escape, section, table_html, tiles_html
-from topograd.report.page import figure_sections, write_page
+from topograd.report.markup import escape, table_html, tiles_html
+from topograd.report.page import write_figures
 from topograd.report.tables import Table, fixed, read_row, whole
 
 FOUND, COMPARED = look(0, 2).colour, look(1, 2).colour
@@ -47,24 +37,16 @@ MAX_NAMES = 60  # directions whose names fit beside the figure
 
 def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
     """Write the page and return its path. The same record gives the same bytes."""
-    with style():
-        drawn = (direction_panel(record), stream_panel(record), kernel_panel(record), spectra_panel(record))
-        rendered = {panel.name: render(panel.figure) for panel in drawn if panel.figure is not None}
-    return write_page(path, _page(record, drawn, rendered))
-
-
-def _page(record: Mapping[str, Any], drawn: tuple[Panel, ...], rendered: Mapping[str, Drawing]) -> str:
-    title = f"Geometry of {record['model']}"
-    figure_links, figures, omitted = figure_sections(drawn, rendered)
-    links = [("advice", "Conclusion"), *figure_links, ("missing", "Not measured")]
     advice = "".join(f"<li>{escape(sentence)}</li>" for sentence in record["sentences"])
-    parts = [
-        section("advice", "Conclusion", f'<ul class="advice">{advice}</ul>{table_html(_health(record))}'),
-        *figures,
-        section("missing", "Not measured", _missing(record)),
-        omitted,
-    ]
-    return document(title, _lead(record), links, filter(None, parts), _tiles(record))
+    conclusion = f'<ul class="advice">{advice}</ul>{table_html(_health(record))}'
+    return write_figures(
+        path,
+        (f"Geometry of {record['model']}", _lead(record), _tiles(record)),
+        lambda: [draw(record) for draw in (direction_panel, stream_panel, kernel_panel, spectra_panel)],
+        before=[("advice", "Conclusion", conclusion)],
+        after=[("missing", "Not measured", _missing(record))],
+        saved=False,
+    )
 
 
 def _health(record: Mapping[str, Any]) -> Table:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from topograd.report.drawing import look, new_figure, powers, render, style
+from topograd.report.drawing import look, new_figure, powers
 from topograd.report.figures import Panel
-from topograd.report.markup import document, escape, section, tiles_html
-from topograd.report.page import figure_html, write_page
+from topograd.report.markup import escape, tiles_html
+from topograd.report.page import write_figures
 from topograd.report.tables import Table, fixed, whole
 
 SIGNALS = {
@@ -23,26 +23,20 @@ LINE, MARK = look(0, 2).colour, look(1, 2).colour
 
 def write_series(path: Path, record: Mapping[str, Any]) -> Path:
     """Write the page and return its path. The same record gives the same bytes."""
-    with style():
-        panel = series_panel(record)
-        drawing = None if panel.figure is None else render(panel.figure)
-    title = f"Geometry of {record['run']}, step by step"
     lead = (
         f"{len(record['points'])} checkpoints, all read on this text: {record['text']}, at rank "
         f"{record['rank']}. Nothing here is a rate of an approach."
     )
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in record["refused"])
-    missing = [section("missing", "Not measured", f"<ul>{reasons}</ul>")] if reasons else []
-    parts = [figure_html(panel, drawing), *missing]
-    links = [(panel.name, panel.title), *([("missing", "Not measured")] if missing else [])]
-    tiles = tiles_html(
-        [
-            ("phase over all checkpoints", record["phase"]),
-            ("change points", whole(len(record["change_points"]))),
-            ("alarms", whole(len(record["alarms"]))),
-        ]
+    counts = [(name.replace("_", " "), whole(len(record[name]))) for name in ("change_points", "alarms")]
+    tiles = tiles_html([("phase over all checkpoints", record["phase"]), *counts])
+    return write_figures(
+        path,
+        (f"Geometry of {record['run']}, step by step", lead, tiles),
+        lambda: [series_panel(record)],
+        after=[("missing", "Not measured", f"<ul>{reasons}</ul>" if reasons else "")],
+        saved=False,
     )
-    return write_page(path, document(title, lead, links, parts, tiles))
 
 
 def series_panel(record: Mapping[str, Any]) -> Panel:
@@ -74,14 +68,8 @@ def series_panel(record: Mapping[str, Any]) -> Panel:
     cells = tuple(_cells(point) for point in points)
     header = ("step", "loss", "σ_r", "effective rank", "Schur ratio", "‖w‖", "λ̂", "interval", "calibrated")
     table = Table("Signals by step", header, cells)
-    return Panel(
-        "series",
-        "Signals by step",
-        caption,
-        figure,
-        f"{len(known)} signals over {len(points)} steps.",
-        table,
-    )
+    alt = f"{len(known)} signals over {len(points)} steps."
+    return Panel("series", "Signals by step", caption, figure, alt, table)
 
 
 def _cells(point: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,32 +15,25 @@ import numpy as np
 from matplotlib.image import imsave
 
 from topograd.report.data import RunData, entry, number, numbers, stage_count
-from topograd.report.drawing import BACKPROP, legend_below, look, new_figure, panels, render, style
+from topograd.report.drawing import BACKPROP, legend_below, look, new_figure, panels
 from topograd.report.figures import Panel, loss_panel
-from topograd.report.markup import document, escape, section, table_html, tiles_html
-from topograd.report.page import figure_sections, write_page
+from topograd.report.markup import escape, table_html, tiles_html
+from topograd.report.page import write_figures
 from topograd.report.stage_figures import reliability_panel
 from topograd.report.tables import POOLINGS, Table, fixed, settings, whole
 
 
 def write_image_report(path: Path, run: RunData, against: RunData | None, shown: Mapping[str, Any]) -> Path:
     """Write the report of `run` to `path`, maybe beside another run, with the examples in `shown`."""
-    with style():
-        drawn_panels = _panels(run, against)
-        drawn = {panel.name: render(panel.figure) for panel in drawn_panels if panel.figure is not None}
-    links, parts, omitted = figure_sections(drawn_panels, drawn)
-    parts += [
-        section("examples", "What each stage gets right and wrong", _examples(shown)),
-        section("exits", "Early exits", _leaving(shown)),
-        section("numbers", "All the numbers", table_html(_numbers(run, against))),
-        section("configuration", "Configuration", table_html(settings(run, against), "settings")),
-        omitted,
-    ]
-    links += [("examples", "Right and wrong"), ("exits", "Early exits")]
-    links += [("numbers", "All the numbers"), ("configuration", "Configuration")]
     title = f"{run.name} against {against.name}" if against else run.name
-    page = document(title, _lead(run), links, parts, _tiles(run, against, shown), images=True)
-    return write_page(path, page, drawn_panels, drawn)
+    after = [
+        ("examples", "What each stage gets right and wrong", _examples(shown)),
+        ("exits", "Early exits", _leaving(shown)),
+        ("numbers", "All the numbers", table_html(_numbers(run, against))),
+        ("configuration", "Configuration", table_html(settings(run, against), "settings")),
+    ]
+    head = (title, _lead(run), _tiles(run, against, shown))
+    return write_figures(path, head, lambda: _panels(run, against), after=after, images=True)
 
 
 def _lead(run: RunData) -> str:

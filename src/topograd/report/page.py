@@ -9,7 +9,7 @@ figures that are not there.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from topograd.report.tables import (
 )
 from topograd.report.tuning import forgetting_panel, layers_panel
 
+Part = tuple[str, str, str]
+"""Anchor, title and HTML of a part of a page; one without HTML is left out."""
 _DECODING_COLUMNS = (
     ("tokens_per_second", "tokens/s", 0),
     ("speedup", "speedup", 2),
@@ -65,17 +67,56 @@ def write_report(
 ) -> Path:
     """Write the report to `path` and its figures beside it, and return `path`.
 
-    `shares` are what each layer of a fine-tuned run learned and forgot (`training/layer_shares.py`). Figures
-    of an earlier report that this one leaves out are removed. The same data gives the same bytes.
+    `shares` are what each layer of a fine-tuned run learned and forgot (`training/layer_shares.py`).
+    """
+    compared = comparison_numbers(comparison)
+    numbers = table_html(all_numbers(staged, backprop)) + (table_html(compared) if compared else "")
+    after = [
+        ("numbers", "All the numbers", numbers),
+        ("samples", "Samples", _samples(comparison)),
+        ("decoding", "As much depth as a token needs", decoding_html(decoding)),
+        ("configuration", "Configuration", table_html(settings(staged, backprop), "settings")),
+    ]
+    title = f"{staged.name} against {backprop.name}" if backprop else staged.name
+    tiles = _unequal_steps(staged, backprop) + _tiles(staged, backprop, comparison)
+    return write_figures(
+        path,
+        (title, _lead(staged, backprop), tiles),
+        lambda: _panels(staged, backprop, comparison, shares),
+        after=after,
+    )
+
+
+def write_figures(
+    path: Path,
+    document_head: tuple[str, str, str],
+    draw: Callable[[], Iterable[Panel | None]],
+    *,
+    before: Sequence[Part] = (),
+    after: Sequence[Part] = (),
+    saved: bool = True,
+    images: bool = False,
+) -> Path:
+    """Write a page of title, lead and tiles, and of figures between other parts; returns its path.
+
+    `draw` makes the panels; None is none. With `saved` their figures are files beside the page too, and those
+    of an earlier page that are left out now are removed. The same data gives the same bytes.
     """
     with style():
-        panels = _panels(staged, backprop, comparison, shares)
+        panels = [panel for panel in draw() if panel is not None]
         drawn = {panel.name: render(panel.figure) for panel in panels if panel.figure is not None}
-    return write_page(path, _page(staged, backprop, comparison, decoding, panels, drawn), panels, drawn)
+    shown = [panel for panel in panels if panel.name in drawn or panel.table is not None]
+    first, last = ([part for part in parts if part[2]] for parts in (before, after))
+    links = [*(part[:2] for part in first), *((p.name, p.title) for p in shown), *(part[:2] for part in last)]
+    figures = [figure_html(panel, drawn.get(panel.name)) for panel in shown]
+    sections = [*(section(*part) for part in first), *figures, *(section(*part) for part in last)]
+    title, lead, tiles = document_head
+    page = document(title, lead, links, [*sections, *_omitted(panels, shown)], tiles, images)
+    return write_page(path, page, panels if saved else (), drawn)
 
 
 def write_page(
-    path: Path, page: str, panels: Sequence[Panel] = (), drawn: Mapping[str, Drawing] | None = None
+    path: Path, page: str, panels: Iterable[Panel] = (), drawn: Mapping[str, Drawing] | None = None
 ) -> Path:
     """Write a page whole or not at all, and return its path; its figures go beside it, before it.
 
@@ -107,48 +148,19 @@ def _panels(
     backprop: RunData | None,
     comparison: Mapping[str, Any] | None,
     shares: Mapping[str, Any] | None,
-) -> tuple[Panel, ...]:
-    core, precision = core_panel(staged, backprop), precision_panel(staged)
-    tuned = (forgetting_panel(staged), layers_panel(shares))
+) -> tuple[Panel | None, ...]:
     return (
         loss_panel(staged, backprop),
-        *(panel for panel in tuned if panel is not None),
+        forgetting_panel(staged),
+        layers_panel(shares),
         prefix_panel(staged, backprop),
-        *([] if core is None else [core]),
+        core_panel(staged, backprop),
         gap_panel(staged, backprop),
         reliability_panel(staged, backprop),
         memory_panel(comparison, stage_count(staged)),
         rank_panel(staged, backprop),
-        *([] if precision is None else [precision]),
+        precision_panel(staged),
     )
-
-
-def _page(
-    staged: RunData,
-    backprop: RunData | None,
-    comparison: Mapping[str, Any] | None,
-    decoding: Mapping[str, Any] | None,
-    panels: tuple[Panel, ...],
-    drawn: Mapping[str, Drawing],
-) -> str:
-    samples, depth = _samples(comparison), decoding_section(decoding)
-    links, figures, omitted = figure_sections(panels, drawn)
-    links += [("numbers", "All the numbers"), *([("samples", "Samples")] if samples else [])]
-    links += [("decoding", "As much depth as a token needs")] if depth else []
-    links.append(("configuration", "Configuration"))
-    title = f"{staged.name} against {backprop.name}" if backprop else staged.name
-    compared = comparison_numbers(comparison)
-    numbers = table_html(all_numbers(staged, backprop)) + (table_html(compared) if compared else "")
-    parts = [
-        *figures,
-        section("numbers", "All the numbers", numbers),
-        samples,
-        depth,
-        section("configuration", "Configuration", table_html(settings(staged, backprop), "settings")),
-        omitted,
-    ]
-    tiles = _unequal_steps(staged, backprop) + _tiles(staged, backprop, comparison)
-    return document(title, _lead(staged, backprop), links, filter(None, parts), tiles)
 
 
 def _unequal_steps(staged: RunData, backprop: RunData | None) -> str:
@@ -208,23 +220,15 @@ def _tiles(staged: RunData, backprop: RunData | None, comparison: Mapping[str, A
     return tiles_html(tiles)
 
 
-def figure_sections(
-    panels: Sequence[Panel], drawn: Mapping[str, Drawing]
-) -> tuple[list[tuple[str, str]], list[str], str]:
-    """Links to the panels that show something, their sections, and a list of the others with the reasons."""
-    shown = [panel for panel in panels if panel.name in drawn or panel.table is not None]
+def _omitted(panels: Sequence[Panel], shown: Sequence[Panel]) -> list[str]:
+    """A list of the panels that are left out, with the reasons."""
     reasons = "".join(
         f"<li>{escape(panel.title)}: {escape(panel.caption.removeprefix('Left out: '))}</li>"
         for panel in panels
         if panel not in shown
     )
-    omitted = (
-        f'<details class="omitted"><summary>Figures that are left out, and why</summary><ul>{reasons}</ul>'
-        "</details>"
-    )
-    links = [(panel.name, panel.title) for panel in shown]
-    sections = [figure_html(panel, drawn.get(panel.name)) for panel in shown]
-    return links, sections, omitted if reasons else ""
+    summary = "<summary>Figures that are left out, and why</summary>"
+    return [f'<details class="omitted">{summary}<ul>{reasons}</ul></details>'] if reasons else []
 
 
 def figure_html(panel: Panel, drawing: Drawing | None) -> str:
@@ -261,14 +265,12 @@ def _samples(comparison: Mapping[str, Any] | None) -> str:
             f'<figure class="sample"><figcaption>{escape(entry(sample, "title") or "sample")}</figcaption>'
             f"<pre><b>{escape(prompt)}</b>{escape(written)}</pre></figure>"
         )
-    if not blocks:
-        return ""
     note = '<p class="note">Each block begins with its prompt, in colour; the model wrote the rest.</p>'
-    return section("samples", "Samples", note + "\n".join(blocks))
+    return note + "\n".join(blocks) if blocks else ""
 
 
-def decoding_section(decoding: Mapping[str, Any] | None) -> str:
-    """The part as HTML; empty if nothing was measured."""
+def decoding_html(decoding: Mapping[str, Any] | None) -> str:
+    """Speeds of the packaged model and a coloured text; empty if nothing was measured."""
     ways = entry(decoding, "bench", "ways")
     if not isinstance(ways, list) or not ways:
         return ""
@@ -284,8 +286,7 @@ def decoding_section(decoding: Mapping[str, Any] | None) -> str:
         ),
     )
     note = f'<p class="note">{escape(_DECODING_NOTE)}</p>'
-    body = f"{note}{table_html(table)}{_coloured_text(entry(decoding, 'picture'))}"
-    return section("decoding", "As much depth as a token needs", body)
+    return f"{note}{table_html(table)}{_coloured_text(entry(decoding, 'picture'))}"
 
 
 def _cell(way: object, key: str, digits: int) -> str:

@@ -10,19 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from topograd.report.drawing import (
-    BACKPROP,
-    legend_below,
-    look,
-    new_figure,
-    panels,
-    render,
-    style,
-    whole_steps,
-)
+from topograd.report.drawing import BACKPROP, legend_below, look, new_figure, panels, whole_steps
 from topograd.report.figures import Panel
-from topograd.report.markup import document, section, table_html, tiles_html
-from topograd.report.page import figure_sections, write_page
+from topograd.report.markup import table_html, tiles_html
+from topograd.report.page import write_figures
 from topograd.report.tables import Table, fixed, read_row
 
 Records = Sequence[Mapping[str, Any]]
@@ -33,23 +24,15 @@ def write_specialist_report(path: Path, name: str, settings: Row, base: str, rec
     """Write the report of the specialist `name`, trained as `records` say, to `path`."""
     losses = [record for record in records if record["kind"] == "train"]
     readings = [record for record in records if record["kind"] == "preservation"]
-    with style():
-        every = (_loss_panel(losses), _base_panel(readings), _tasks_panel(readings))
-        drawn_panels = [panel for panel in every if panel is not None]
-        drawn = {panel.name: render(panel.figure) for panel in drawn_panels if panel.figure is not None}
-    figure_links, figures, omitted = figure_sections(drawn_panels, drawn)
-    parts = [
-        section("checkpoints", "The base at every checkpoint", table_html(checkpoints(readings))),
-        *figures,
-        section("configuration", "Configuration", table_html(_settings(settings), "settings")),
-        omitted,
-    ]
-    links = [("checkpoints", "The base at every checkpoint")]
-    links += [*figure_links, ("configuration", "Configuration")]
-    page = document(
-        f"{name}: a specialist", _lead(base, settings, readings), links, parts, _tiles(readings, losses)
+    rows = tuple((key, str(value)) for key, value in sorted(settings.items()))
+    table = Table("As topograd_adapter.json has it", ("setting", "value"), rows)
+    return write_figures(
+        path,
+        (f"{name}: a specialist", _lead(base, settings, readings), _tiles(readings, losses)),
+        lambda: (_loss_panel(losses), _base_panel(readings), _tasks_panel(readings)),
+        before=[("checkpoints", "The base at every checkpoint", table_html(checkpoints(readings)))],
+        after=[("configuration", "Configuration", table_html(table, "settings"))],
     )
-    return write_page(path, page, drawn_panels, drawn)
 
 
 def checkpoints(readings: Records) -> Table:
@@ -160,8 +143,3 @@ def _pair(axes: Any, steps: Sequence[int], pairs: Sequence[tuple[float, float]],
         drawn = look(i, len(names))
         values = [pair[i] for pair in pairs]
         axes.plot(steps, values, color=drawn.colour, linestyle=drawn.dash, marker=drawn.marker, label=name)
-
-
-def _settings(settings: Row) -> Table:
-    rows = tuple((key, str(value)) for key, value in sorted(settings.items()))
-    return Table("As topograd_adapter.json has it", ("setting", "value"), rows)
