@@ -259,8 +259,8 @@ def _parse_only(reached: list[str]) -> Any:
     def run_verb(verb: str, argv: list[str]) -> int:
         module = import_module(f"topograd.cli.{verb}")
 
-        def read(*given: Any) -> None:
-            getattr(console, name)(*given)
+        def read(*given: Any, **more: Any) -> None:
+            getattr(console, name)(*given, **more)
             reached.append("read")
             raise SystemExit(0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import topograd
-from topograd.cli.main import ALIASES, VERBS
+from topograd.cli.main import VERBS
 from topograd.errors import ConfigError
 
 
@@ -60,15 +60,6 @@ def test_an_unknown_verb_is_one_line(call: Any) -> None:
     assert call("trian").refusal == "topograd: 'trian' is not a command; did you mean train?\n"
     assert "'xyzzy' is not a command; choose one of chat, generate" in call("xyzzy").refusal
     assert "'--jsn' is not a command" in call("--jsn").refusal
-
-
-@pytest.mark.parametrize("old", ALIASES)
-def test_an_old_name_works_and_names_the_new_one(old: str, call: Any) -> None:
-    answer = call(old, "--help")
-    assert answer.code == 0
-    assert answer.err == f"topograd: {old} is now: topograd {ALIASES[old]}\n"
-    assert answer.out == call(*ALIASES[old].split(), "--help").out
-    assert answer.out.startswith(f"usage: topograd {ALIASES[old]}")
 
 
 def test_the_version(call: Any) -> None:

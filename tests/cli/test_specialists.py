@@ -34,7 +34,7 @@ def test_from_a_base_to_two_composed_specialists(
     made = call("generate", base, "--specialists", f"{spec},{second}*0.5", *words).json
     assert made["specialists"] == {"spec": 1.0, "second": 0.5}
     assert made["tokens"] == 5
-    spoken = call("generate", base, "--specialists", spec, "--chat", *words).json
+    spoken = call("chat", base, "--specialists", spec, *words).json
     assert [message["role"] for message in spoken["messages"]] == ["user", "assistant"]
     plain = call("generate", base, *words).json
     assert "specialists" not in plain
@@ -163,7 +163,7 @@ def test_a_router_and_an_alignment(straight: Run, call: Call, spec: Path, chat: 
         routed["text"]
         == call("generate", base, *other, "--tokens", 4, "--prompt", "a?", "--json").json["text"]
     )
-    assert call("generate", base, *given, "--prompt", "a?", "--chat").json["specialists"] in (
+    assert call("chat", base, *given, "--prompt", "a?").json["specialists"] in (
         {},
         {"spec": 1.0},
     )

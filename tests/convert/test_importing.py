@@ -112,10 +112,6 @@ def test_a_conversation(imported: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["chat", str(imported), *flags, "--system", "read read read"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["messages"][0] == {"role": "system", "content": "read read read"}
-    assert main(["generate", str(imported), "--chat", *flags]) == 0
-    old = capsys.readouterr()
-    assert json.loads(old.out)["text"] == answer["text"]
-    assert old.err == "topograd: generate --chat is now: topograd chat MODEL\n"
 
 
 def test_commands_of_a_conversation(

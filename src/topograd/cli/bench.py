@@ -13,8 +13,6 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import (
-    COMPLETE,
-    HELP,
     Json,
     OptionalModel,
     RuntimeFlag,
@@ -65,12 +63,7 @@ def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
     if argv and argv[0] in _SCRIPTS:
         return _script(_SCRIPTS[argv[0]], argv[1:])
-    if not argv or argv[0] not in (*_KINDS, *HELP, COMPLETE):
-        given = repr(argv[0]) if argv else "nothing"
-        raise ConfigError(
-            f"{given} was given to bench", remedy=f"choose one of {', '.join((*_KINDS, *_SCRIPTS))}"
-        )
-    args = parse_one_of(_KINDS, argv, "bench")
+    args = parse_one_of(_KINDS, argv, "bench", others=_SCRIPTS)
     from topograd.convert.model_argument import resolve_model
     from topograd.decode.benchmark import bench_decode
     from topograd.runs.session import open_session

@@ -24,7 +24,8 @@ from topograd.cli.console import (
     parse,
     show,
 )
-from topograd.errors import ConfigError, DataError, RunError
+from topograd.errors import DataError, RunError
+from topograd.limits import BYTES, check_numbers
 
 if TYPE_CHECKING:
     from topograd.data import Text
@@ -45,12 +46,13 @@ class Calibrate:
     weights: WeightsFlag = "float32"
     json: Json = False
 
+    def __post_init__(self) -> None:
+        check_numbers(self, bytes=BYTES)
+
 
 def run(argv: list[str]) -> int:
     """Measure, keep, print, return the exit code."""
     args = parse(Calibrate, argv, "calibrate")
-    if args.bytes < 1:
-        raise ConfigError(f"--bytes is {args.bytes}", remedy="it must be at least 1")
     from topograd.cli.progress import counted
     from topograd.convert.model_argument import resolve_model
     from topograd.decode.calibration.fit_pool import ExitStates, fit

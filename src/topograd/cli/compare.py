@@ -10,11 +10,9 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import Json, grid, note, number, parse, percent, show
-from topograd.cli.results import POOLINGS, accuracy_text, measure_of, plan_of, results_of
+from topograd.cli.results import POOLINGS, accuracy_text, measure_of, note_other_data, plan_of, results_of
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
-
-_SAME_TEXT = ("data", "tokenizer", "eval_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +38,7 @@ def run(argv: list[str]) -> int:
             "some of these runs were trained on images and some on text", remedy="compare runs of one kind"
         )
     comparison = compare(runs)
-    settings = [config for config, _ in runs]
-    for name in _SAME_TEXT:
-        if len({getattr(config, name) for config in settings}) > 1:
-            what = "accuracies" if "accuracy" in kinds else "bits per byte"
-            note(f"these runs differ in {name}: their {what} were measured on different data")
+    note_other_data([config for config, _ in runs], "accuracies" if "accuracy" in kinds else "bits per byte")
     steps = [row["steps"] for row in comparison["runs"]]
     if len(set(steps)) > 1:
         note(

@@ -96,8 +96,15 @@ def line_of(error: TopogradError) -> str:
     return str(error)
 
 
-def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str, *, program: str = "topograd") -> T:
-    """The dataclass that the first word names, with the flags that follow it."""
+def parse_one_of(
+    kinds: Mapping[str, type[T]],
+    argv: list[str],
+    verb: str,
+    *,
+    program: str = "topograd",
+    others: Iterable[str] = (),
+) -> T:
+    """The dataclass that the first word names, with the flags that follow it; errors name `others` too."""
     if argv and argv[0] in kinds:
         return parse(kinds[argv[0]], argv[1:], f"{verb} {argv[0]}", program=program)
     if argv == [COMPLETE]:
@@ -110,7 +117,7 @@ def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str, *, pr
             print(f"  {name:{width}}{(kind.__doc__ or '').splitlines()[0]}")
         raise SystemExit(0)
     given = repr(argv[0]) if argv else "nothing"
-    raise ConfigError(f"{given} was given to {verb}", remedy=f"choose one of {', '.join(kinds)}")
+    raise ConfigError(f"{given} was given to {verb}", remedy=f"choose one of {', '.join((*kinds, *others))}")
 
 
 def print_json(value: Mapping[str, Any]) -> None:

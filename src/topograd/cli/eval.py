@@ -12,6 +12,7 @@ import tyro
 from topograd.cli.console import Json, ModelArgument, WeightsFlag, note, out, parse, print_json
 from topograd.errors import ConfigError
 from topograd.files import write_json
+from topograd.limits import BYTES, REPEATS, check_numbers
 from topograd.runs.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class Eval:
     """Keep the int8 or int4 weights beside the run: they need not be made at every start then."""
     json: Json = False
 
+    def __post_init__(self) -> None:
+        check_numbers(self, bytes=BYTES, images=REPEATS)
+        if self.keep_weights and self.weights not in ("int8", "int4"):
+            remedy = "a run keeps its own anyway"
+            raise ConfigError("--keep-weights is for --weights int8 or int4", remedy=remedy)
+
 
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
@@ -48,11 +55,6 @@ def run(argv: list[str]) -> int:
 
         return run_core(argv[1:])
     args = parse(Eval, argv, "eval")
-    for flag, given in (("--bytes", args.bytes), ("--images", args.images)):
-        if given is not None and given < 1:
-            raise ConfigError(f"{flag} is {given}", remedy="it must be at least 1")
-    if args.keep_weights and args.weights not in ("int8", "int4"):
-        raise ConfigError("--keep-weights is for --weights int8 or int4", remedy="a run keeps its own anyway")
     config, results = _measured(args)
     if args.json:
         print_json(results)
@@ -72,11 +74,11 @@ def run(argv: list[str]) -> int:
 
 
 def _measured(args: Eval) -> tuple[TrainConfig, dict[str, Any]]:
-    from topograd.cli.progress import counted
-    from topograd.cli.results import measured, measured_images, measured_masked
+    from topograd.cli.results import heldout, measured, open_any
     from topograd.convert.model_argument import resolve_model
+    from topograd.data.windows import Text
     from topograd.runs.folder import Run
-    from topograd.runs.session import heldout_text, open_run, open_session, read_settings
+    from topograd.runs.session import LoadedTextRun, read_settings
 
     folder = resolve_model(args.model)
     task = read_settings(Run.open(folder)).model.task
@@ -84,17 +86,16 @@ def _measured(args: Eval) -> tuple[TrainConfig, dict[str, Any]]:
     for flag, given, fits in (("--images", args.images, images), ("--bytes", args.bytes, not images)):
         if given is not None and not fits:
             raise ConfigError(f"{flag} is {given}, and {folder} was trained on {task}", remedy="leave it out")
+    if task != "text" and args.weights != "float32":
+        problem = f"--weights is {args.weights}, and {folder} predicts no next token"
+        raise ConfigError(problem, remedy="leave it out")
+    session = open_any(folder, args.from_)
+    text = heldout(session, args.data, args.images if images else args.bytes)
+    results = measured(session, text)
     if task != "text":
-        if args.weights != "float32":
-            problem = f"--weights is {args.weights}, and {folder} predicts no next token"
-            raise ConfigError(problem, remedy="leave it out")
-        opened = open_run(folder, args.from_)
-        if task == "masked":
-            return opened.config, measured_masked(opened, args.data, args.bytes, counted("windows read"))
-        return opened.config, measured_images(opened, args.data, args.images, counted("images read"))
-    session = open_session(folder, args.from_)
-    text = heldout_text(session, args.data, args.bytes)
-    results = measured(session, text, counted("windows read"))
+        return session.config, results
+    assert isinstance(session, LoadedTextRun)
+    assert isinstance(text, Text)
     if args.data is None and args.from_ is None and args.bytes is None:  # what `compare` would measure
         _keep(session, results)
     return session.config, results | _quantised(args, session, text)

@@ -93,7 +93,7 @@ def _added(specialists: str | None) -> tuple[tuple[str, str, float], ...]:
 def _evaluate(
     folder: Path, request: CoreRequest, log: Path | None, specialists: str | None = None
 ) -> tuple[Model, CoreResult]:
-    from topograd.cli.progress import counted
+    from topograd.cli.progress import counted_by_name
     from topograd.evaluation.core import evaluate_core, log_name
 
     model = scored_model(folder, specialists)
@@ -101,12 +101,7 @@ def _evaluate(
         log = place / log_name(model, request)
     if log is None:
         note(f"{folder} cannot be written to, so no item is logged; give --log FILE to keep them")
-    lines: dict[str, Any] = {}
-
-    def on_task(label: str, done: int, count: int) -> None:
-        lines.setdefault(label, counted(f"{label}, items"))(done, count)
-
-    return model, evaluate_core(model, request, log, on_task)
+    return model, evaluate_core(model, request, log, counted_by_name())
 
 
 def evaluations_folder(run: Path) -> Path | None:

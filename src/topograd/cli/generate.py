@@ -127,8 +127,6 @@ class Decoding:
 class Generate(Decoding):
     """Continue a text. Only the layers that a token needs are computed."""
 
-    chat: tyro.conf.FlagCreatePairsOff[bool] = False
-    """The old name of topograd chat."""
     json_schema: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write JSON that fits the schema in this file, and nothing else."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -137,11 +135,6 @@ class Generate(Decoding):
 
 def run(argv: list[str]) -> int:
     """Write a continuation and return the exit code."""
-    if "--chat" in argv:
-        from topograd.cli.chat import run as run_chat
-
-        note("generate --chat is now: topograd chat MODEL")
-        return run_chat([word for word in argv if word != "--chat"])
     args = parse(Generate, argv, "generate")
     if args.html is not None:
         folder = args.html.parent
@@ -153,7 +146,7 @@ def run(argv: list[str]) -> int:
                 remedy="give a file in a folder you can write",
             )
     grammar = None if args.json_schema is None else _schema(args.json_schema)
-    model = open_model(args)
+    model = open_model(args.model, args.specialists, args.runtime, args.weights, args.router)
     exits = len(model.session.plan.predicting())
     writer = Writer(args, model)
     settings = args.settings(exits, 0.0 if args.prompt else 0.8) | {"grammar": grammar}
@@ -199,22 +192,24 @@ def uncollected() -> Iterator[None]:
 
 
 @uncollected()
-def open_model(args: Decoding) -> Model:
+def open_model(
+    model: Path | None, specialists: str | None, runtime: str | None, weights: str, router: Path | None = None
+) -> Model:
     """The model, with the specialists that are active."""
-    if args.specialists is not None:
-        from topograd.convert.model_argument import resolve_model
+    if specialists is None:
+        from topograd.decode.model import load
 
-        base, chosen = resolve_model(args.model or REFERENCE), args.specialists
-        if args.router is not None:
-            from topograd.specialists.router import open_routed
+        return load(model or REFERENCE, runtime=runtime, weights=weights)
+    from topograd.convert.model_argument import resolve_model
 
-            return open_routed(base, chosen, args.router, args.runtime, args.weights)
-        from topograd.specialists.model import open_composed
+    base = resolve_model(model or REFERENCE)
+    if router is not None:
+        from topograd.specialists.router import open_routed
 
-        return open_composed(base, chosen, runtime=args.runtime, weights=args.weights)
-    from topograd.decode.model import load
+        return open_routed(base, specialists, router, runtime, weights)
+    from topograd.specialists.model import open_composed
 
-    return load(args.model or REFERENCE, runtime=args.runtime, weights=args.weights)
+    return open_composed(base, specialists, runtime=runtime, weights=weights)
 
 
 class Writer:

@@ -141,17 +141,13 @@ def _opened(model: Any, count: int, least: int) -> tuple[LoadedTextRun, Tensor, 
     if count < least:
         raise ConfigError(setting="windows", given=count, allowed=f"at least {least}")
     from topograd.convert.model_argument import resolve_model
-    from topograd.runs.session import LoadedTextRun, heldout_text, open_run, open_session, read_tokenizer
+    from topograd.runs.session import heldout_text, open_session
     from topograd.training.masked_evaluation import hidden_sample
 
-    folder = resolve_model(model)
-    opened = open_run(folder)
-    if opened.config.model.task == "masked":
-        session = LoadedTextRun(**vars(opened), tokenizer=read_tokenizer(opened.run))
-        inputs, targets = hidden_sample(session.stack, heldout_text(session))
-    else:
-        session = open_session(folder)  # which says what it does not take
-        text = heldout_text(session)
-        inputs, targets = text.inputs, text.targets
+    session = open_session(resolve_model(model), masked=True)  # which says what it does not take
+    text = heldout_text(session)
+    inputs, targets = text.inputs, text.targets
+    if session.config.model.task == "masked":
+        inputs, targets = hidden_sample(session.stack, text)
     session.stack.eval()
     return session, inputs[:count], targets[:count]

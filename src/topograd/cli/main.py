@@ -53,14 +53,12 @@ GROUPS = {
     },
 }
 VERBS = {verb: words for group in GROUPS.values() for verb, words in group.items()}
-ALIASES = {name: f"specialist {name}" for name in ("attach", "finetune", "compose", "route", "align")}
-"""Commands of version 0.2, for one release."""
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command of `topograd` and return the exit code."""
-    return run_program("topograd", VERBS, run_command, argv, ALIASES, GROUPS)
+    return run_program("topograd", VERBS, run_command, argv, GROUPS)
 
 
 def run_command(verb: str, argv: list[str]) -> int:
@@ -77,22 +75,19 @@ def run_program(
     verbs: Mapping[str, str],
     run: Callable[[str, list[str]], int],
     argv: list[str] | None = None,
-    aliases: Mapping[str, str] | None = None,
     groups: Mapping[str, Mapping[str, str]] | None = None,
 ) -> int:
     """Run one command of a program by `run(command, its arguments)` and return the exit code.
 
     Every error that a user can cause becomes one line on stderr. `verbs` says what each command does, in a
-    line; `groups` has the same under headings. `aliases` says what an old name stands for.
+    line; `groups` has the same under headings.
     """
     try:
         _prepare_streams()
         if argv is None:
             sys.path.append(os.getcwd())  # for parts of the user's own, `package.module:attribute`
         given = sys.argv[1:] if argv is None else argv
-        code = _guarded(
-            lambda: _dispatch(program, groups or {"": verbs}, run, _renamed(given, aliases or {}))
-        )
+        code = _guarded(lambda: _dispatch(program, groups or {"": verbs}, run, given))
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
     except KeyboardInterrupt as stopped:
@@ -135,14 +130,6 @@ def _guarded(work: Callable[[], int]) -> int:
 
 _TOO_LARGE = ("allocate", "Storage size calculation overflowed")
 """What torch says of a tensor that does not fit."""
-
-
-def _renamed(argv: list[str], aliases: Mapping[str, str]) -> list[str]:
-    """The arguments with an old command's name replaced, and a line that says so."""
-    if not argv or argv[0] not in aliases:
-        return argv
-    print(f"topograd: {argv[0]} is now: topograd {aliases[argv[0]]}", file=sys.stderr)
-    return [*aliases[argv[0]].split(), *argv[1:]]
 
 
 def _dispatch(

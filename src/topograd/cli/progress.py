@@ -71,16 +71,25 @@ def work_progress(title: str) -> Iterator[OnMore]:
 
 
 def counted(what: str) -> OnMore:
-    """A line every few seconds."""
-    last = time.monotonic()
+    """A line every few seconds, with an estimate of what is left."""
+    began = last = time.monotonic()
+    first: int | None = None
 
     def on_more(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            note(f"{what}: {done} of {total}")
+        nonlocal first, last
+        first, now = done if first is None else first, time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last, rate = now, (done - first) / (now - began)
+            left = f", {max(total - done, 0) / rate:.0f} s left" if rate > 0 and done < total else ""
+            note(f"{what}: {done} of {total}{left}")
 
     return on_more
+
+
+def counted_by_name() -> Callable[[str, int, int], None]:
+    """The same for several works, each with a name."""
+    lines: dict[str, OnMore] = {}
+    return lambda what, done, total: lines.setdefault(what, counted(what))(done, total)
 
 
 def say_how_to_resume(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from topograd.topology.plan import Plan
 
 if TYPE_CHECKING:
     from topograd.data import Text
-    from topograd.runs.session import LoadedRun, LoadedTextRun
+    from topograd.data.images import ImageSet
+    from topograd.runs.session import LoadedRun
+    from topograd.training.trainer import Reading
 
 POOLINGS = ("sum", "mean", "shrinkage")
 
@@ -42,49 +44,40 @@ def measure_of(results: Mapping[str, Any]) -> str:
     return "accuracy" if "accuracy" in results else "bpb"
 
 
-def measured(
-    session: LoadedTextRun, text: Text, on_batch: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
-    """The readings of an opened run on some text."""
+def open_any(folder: Path, name: str | None = None) -> LoadedRun:
+    """A run of any task with its newest checkpoint, or the one called `name`."""
+    from topograd.runs.session import open_run, open_session, read_settings
+
+    images = read_settings(Run.open(folder)).model.task == "images"
+    return open_run(folder, name) if images else open_session(folder, name, masked=True)
+
+
+def heldout(opened: LoadedRun, data: Path | None = None, most: int | None = None) -> Text | ImageSet:
+    """What a run is read on: its own held-out sample or `data`; at most so many bytes of text, or images."""
+    from topograd.runs.session import LoadedTextRun, heldout_images, heldout_text
+
+    if isinstance(opened, LoadedTextRun):
+        return heldout_text(opened, data, most)
+    return heldout_images(opened, data, most)
+
+
+def measured(opened: LoadedRun, held: Any) -> dict[str, Any]:
+    """The readings of a run on what `heldout` gave."""
+    from topograd.cli.progress import counted
     from topograd.training.evaluation import evaluate
-
-    reading = evaluate(session.stack, session.plan, text, on_batch=on_batch)
-    return {"run": str(session.run.folder), "steps": session.step, **reading.as_dict()}
-
-
-def measured_masked(
-    opened: LoadedRun,
-    data: Path | None = None,
-    limit_bytes: int | None = None,
-    on_batch: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """The readings of a masked encoder, on its own held-out text or another."""
-    from topograd.runs.session import LoadedTextRun, heldout_text, read_tokenizer
+    from topograd.training.image_evaluation import evaluate_images
     from topograd.training.masked_evaluation import evaluate_masked
 
-    session = LoadedTextRun(**vars(opened), tokenizer=read_tokenizer(opened.run))
-    reading = evaluate_masked(opened.stack, opened.plan, heldout_text(session, data, limit_bytes), on_batch)
-    return {"run": str(opened.run.folder), "steps": opened.step, **reading.as_dict()}
-
-
-def measured_images(
-    opened: LoadedRun,
-    data: Path | None = None,
-    most: int | None = None,
-    on_batch: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """The readings of a run on images, on its own held-out images or those of another folder."""
-    from topograd.runs.session import heldout_images
-    from topograd.training.image_evaluation import evaluate_images
-
-    reading = evaluate_images(opened.stack, opened.plan, heldout_images(opened, data, most), on_batch)
+    task = opened.config.model.task
+    how: Mapping[str, Callable[..., Reading]] = {"images": evaluate_images, "masked": evaluate_masked}
+    on_batch = counted("images read" if task == "images" else "windows read")
+    reading = how.get(task, evaluate)(opened.stack, opened.plan, held, on_batch=on_batch)
     return {"run": str(opened.run.folder), "steps": opened.step, **reading.as_dict()}
 
 
 def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """A run's settings and its results; the newest checkpoint is measured if they are not there."""
-    from topograd.cli.progress import counted
-    from topograd.runs.session import heldout_text, open_run, open_session, read_settings, topology_at
+    from topograd.runs.session import read_settings, topology_at
 
     run = Run.open(folder)
     config = read_settings(run)
@@ -94,13 +87,8 @@ def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     results = stored_results(run)
     if results is None:
         note(f"measuring {folder}")
-        if config.model.task == "images":
-            results = measured_images(open_run(folder), on_batch=counted("images read"))
-        elif config.model.task == "masked":
-            results = measured_masked(open_run(folder), on_batch=counted("windows read"))
-        else:
-            session = open_session(folder)
-            results = measured(session, heldout_text(session), counted("windows read"))
+        opened = open_any(folder)
+        results = measured(opened, heldout(opened))
         results["finished"] = results["steps"] >= config.steps
         results["seconds"] = _seconds(run, results["steps"])
     return config, results
@@ -110,6 +98,13 @@ def _seconds(run: Run, step: int) -> float | None:
     """How long the run had trained at `step`, as it logged it."""
     times = [r.get("seconds") for r in run.metrics() if r.get("kind") == "train" and r.get("step") == step]
     return times[-1] if times else None
+
+
+def note_other_data(configs: Sequence[TrainConfig], measures: str) -> None:
+    """Say where runs were measured on different data."""
+    for name in ("data", "tokenizer", "eval_bytes"):
+        if len({getattr(config, name) for config in configs}) > 1:
+            note(f"these runs differ in {name}: their {measures} were measured on different data")
 
 
 def plan_of(config: TrainConfig) -> Plan:

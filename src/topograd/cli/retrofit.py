@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from topograd.cli.console import Folder, Json, note, out, parse, show
-
-SECONDS_BETWEEN_LINES = 10.0
+from topograd.cli.console import Folder, Json, out, parse, show
+from topograd.cli.progress import counted_by_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,29 +67,10 @@ def run(argv: list[str]) -> int:
         text=args.text,
         init=args.init,
         exits=args.exits,
-        on_work=_shown(),
+        on_work=counted_by_name(),
     )
     show(args.json, found, _show)
     return 0
-
-
-def _shown() -> Callable[[str, int, int], None]:
-    """A line every few seconds, with an estimate of what is left."""
-    began: dict[str, tuple[int, float]] = {}
-    last = 0.0
-
-    def show(what: str, done: int, of: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        first, since = began.setdefault(what, (done, now))
-        if now - last < SECONDS_BETWEEN_LINES and done < of:
-            return
-        last = now
-        rate = (done - first) / (now - since) if now > since else 0.0
-        left = f", {max(of - done, 0) / rate:.0f} s left" if rate > 0 and done < of else ""
-        note(f"{what}: {done} of {of}{left}")
-
-    return show
 
 
 def _show(found: dict[str, Any]) -> None:

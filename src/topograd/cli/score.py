@@ -21,6 +21,7 @@ from topograd.cli.console import (
     parse,
     print_json,
 )
+from topograd.cli.generate import open_model
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,14 +81,7 @@ def scored_model(
 ) -> Model:
     """A run to be scored, with specialists as users write them; by torch, which is made for long prompts."""
     runtime = "torch" if runtime is None and weights == "float32" else runtime
-    if specialists is not None:
-        from topograd.convert.model_argument import resolve_model
-        from topograd.specialists.model import open_composed
-
-        return open_composed(resolve_model(model), specialists, runtime=runtime, weights=weights)
-    from topograd.decode.model import load
-
-    return load(model, runtime=runtime, weights=weights)
+    return open_model(model, specialists, runtime, weights)
 
 
 def depth_names(model: Model, specialists: str | None) -> list[str]:

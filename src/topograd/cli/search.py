@@ -28,7 +28,6 @@ Preset = Literal["tiny", "small", "base"]
 Deployment = Literal["datacenter", "on-device", "serving", "modular"]
 BATCHES = 8
 """Steps of a probe of `search dp`, if not given."""
-_SAME_TEXT = ("data", "tokenizer", "eval_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,6 +453,7 @@ def _choose(args: Choose) -> dict[str, Any]:
     from dataclasses import asdict
 
     from topograd.cli.progress import work_progress
+    from topograd.cli.results import note_other_data
     from topograd.runs.session import heldout_text, open_session
     from topograd.search.measured import Trained, worth
     from topograd.search.utility import deployment
@@ -464,9 +464,7 @@ def _choose(args: Choose) -> dict[str, Any]:
         )
     weights, rows = deployment(args.deployment), []
     sessions = [open_session(folder) for folder in args.folders]  # first: a bad folder costs no waiting
-    for name in _SAME_TEXT:
-        if len({getattr(session.config, name) for session in sessions}) > 1:
-            note(f"these runs differ in {name}: their bits per byte are measured on different text")
+    note_other_data([session.config for session in sessions], "bits per byte")
     with work_progress("measuring") as on_more:
         for done, session in enumerate(sessions, start=1):
             found = worth(Trained.of(session, heldout_text(session)), weights, args.properties)

@@ -20,7 +20,7 @@ from rich.table import Table
 from topograd.cli.console import Json, grid, note, number, out, parse_one_of, print_json, show
 from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError, RunError
-from topograd.limits import DEPTH, SEED, SIZE, check_numbers
+from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.specialists.settings import FineTune
 
 
@@ -112,8 +112,7 @@ class Finetune:
     json: Json = False
 
     def __post_init__(self) -> None:
-        if self.stop_after is not None and self.stop_after < 1:
-            raise ConfigError(setting="stop_after", given=self.stop_after, allowed="at least 1")
+        check_numbers(self, stop_after=REPEATS)
 
 
 def _finetune(args: Finetune) -> int:

@@ -17,6 +17,7 @@ from topograd.cli.flags import flags_of
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
 from topograd.files import read_bytes
+from topograd.limits import REPEATS, check_numbers
 from topograd.nn.config import EncoderConfig
 from topograd.parallel.settings import ParallelConfig, is_first_local_rank, wait_for_first_rank
 from topograd.runs.config import TrainConfig, preset, tuning
@@ -82,13 +83,14 @@ class Train:
     json: Json = False
     settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
+    def __post_init__(self) -> None:
+        check_numbers(self, stop_after=REPEATS)
+
 
 def run(argv: list[str]) -> int:
     """Train, print the results, return the exit code."""
     try:
         args = _read(argv)
-        if args.stop_after is not None and args.stop_after < 1:
-            raise ConfigError(f"--stop-after is {args.stop_after}", remedy="it must be at least 1")
         spread = None if args.parallel is None else ParallelConfig.parse(args.parallel)
         if spread is not None and args.resume is None and args.out is None:
             raise ConfigError("--parallel needs --out DIR, so that a job that is started again finds its run")

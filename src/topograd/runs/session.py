@@ -43,7 +43,7 @@ class Held:
         return self.stack
 
 
-@dataclass(kw_only=True)
+@dataclass
 class LoadedRun:
     """A trained model of any task, ready to be read."""
 
@@ -88,10 +88,15 @@ class LoadedTextRun(LoadedRun):
     tokenizer: Tokenizer
 
 
-def open_session(folder: Path | str, name: str | None = None, *, later: bool = False) -> LoadedTextRun:
-    """The text run in `folder` with its newest checkpoint, or the one called `name`; `later`: `open_run`."""
+def open_session(
+    folder: Path | str, name: str | None = None, *, later: bool = False, masked: bool = False
+) -> LoadedTextRun:
+    """The text run in `folder` with its newest checkpoint, or the one called `name`; `later`: `open_run`.
+
+    With `masked` it may also be one on hidden tokens.
+    """
     run = Run.open(folder)
-    if (task := read_settings(run).model.task) != "text":
+    if (task := read_settings(run).model.task) != "text" and not (masked and task == "masked"):
         hidden = "was trained on hidden tokens, and predicts no next one"
         what = "was trained on images" if task == "images" else hidden
         raise RunError(f"{folder} {what}", setting="folder", remedy="give a run on text")
@@ -121,19 +126,11 @@ def open_run(
     found = _verified(run, checkpoint) if later and config.device == "cpu" else None
     if found is None:
         stack, plan, loaded = read()
-        return _opened(run, config, Held(stack), plan, loaded)
+        return LoadedRun(run, config, Held(stack), plan, loaded.step, loaded.weights)
     check_owner(run, found)
     topology = config.build_topology()
-    opened = _opened(run, config, lambda: read()[0], Plan.of(topology, topology.layers), found)
-    return replace(opened, later=True)
-
-
-def _opened(
-    run: Run, config: TrainConfig, read_stack: Callable[[], Stack], plan: Plan, of: Checkpoint
-) -> LoadedRun:
-    return LoadedRun(
-        run=run, config=config, read_stack=read_stack, plan=plan, step=of.step, weights=of.weights
-    )
+    plan = Plan.of(topology, topology.layers)
+    return LoadedRun(run, config, lambda: read()[0], plan, found.step, found.weights, later=True)
 
 
 def _verified(run: Run, checkpoint: str) -> Checkpoint | None:
