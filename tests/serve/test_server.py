@@ -27,10 +27,11 @@ from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import LoadedTextRun
 from topograd.runtime.choice import preferred
+from topograd.serve.guard import is_loopback
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
-from topograd.serve.server import Running, bind, is_loopback, open_served
+from topograd.serve.server import Running, bind, open_served
 from topograd.serve.settings import Limits
 from topograd.serve.texts import ServedModel
 from waiting import LIMIT

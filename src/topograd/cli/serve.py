@@ -74,7 +74,8 @@ def run(argv: list[str]) -> int:
     import asyncio
 
     from topograd.convert.model_argument import resolve_model
-    from topograd.serve.server import Running, bind, is_loopback, open_served
+    from topograd.serve.guard import is_loopback
+    from topograd.serve.server import Running, bind, open_served
 
     if token is None and not is_loopback(args.host):
         raise ConfigError(

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.table import Table
@@ -22,6 +22,11 @@ from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError, RunError
 from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.specialists.settings import FineTune
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.specialists.attach import Attached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,17 +172,15 @@ def preservation_table(result: Mapping[str, Any]) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compose:
-    """How well a base predicts some texts, with each specialist and with all of them. Less is better."""
+class OnTexts:
+    """What commands have in common that read texts with several specialists."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
     """The run's folder."""
     specialists: Annotated[str, tyro.conf.arg(metavar="A,B")]
     """Folders of specialists, as A,B or A*0.7,B*0.3."""
     data: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = ()
-    """Chat records or text to measure on; may be given again."""
-    pool: Literal["deltas", "sum"] = "deltas"
-    """What is added up: what each specialist changes, or all their logits (a product of experts)."""
+    """Chat records or text to read; may be given again."""
     context: int | None = None
     """Tokens in a row; by default 256, or as many as the base sees."""
     rows: int = 64
@@ -187,6 +190,21 @@ class Compose:
     def __post_init__(self) -> None:
         check_numbers(self, context=SIZE, rows=SIZE)
 
+    def texts(self, attached: Attached) -> dict[str, tuple[Tensor, Tensor]]:
+        """Inputs and targets of each file."""
+        from topograd.specialists.records import rows_of
+
+        found = {str(path): rows_of(path, attached, self.context) for path in self.data}
+        return {name: (i[: self.rows], t[: self.rows]) for name, (i, t) in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compose(OnTexts):
+    """How well a base predicts some texts, with each specialist and with all of them. Less is better."""
+
+    pool: Literal["deltas", "sum"] = "deltas"
+    """What is added up: what each specialist changes, or all their logits (a product of experts)."""
+
 
 def _compose(args: Compose) -> int:
     """Measure, print, return the exit code."""
@@ -194,15 +212,12 @@ def _compose(args: Compose) -> int:
         raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text to measure on")
     from topograd.specialists.interference import default_compositions, interference
     from topograd.specialists.model import open_composed
-    from topograd.specialists.records import rows_of
 
     model = open_composed(args.folder, args.specialists, args.pool)
     attached = model.pool.attached
-    texts = {}
-    for path in args.data:
-        inputs, targets = rows_of(path, attached, args.context)
-        texts[str(path)] = inputs[: args.rows], targets[: args.rows]
-    found = interference(attached, texts, default_compositions(attached, model.weights), args.pool)
+    found = interference(
+        attached, args.texts(attached), default_compositions(attached, model.weights), args.pool
+    )
     answer = {"run": str(args.folder), "specialists": model.weights, "pool": args.pool, "texts": found}
     show(args.json, answer, compositions_table)
     return 0
@@ -217,29 +232,19 @@ def compositions_table(answer: Mapping[str, Any]) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class Route(OnTexts):
     """Train a router on held-out texts and write it to --out; or ask one that is there about --prompt."""
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
-    """The run's folder."""
-    specialists: Annotated[str, tyro.conf.arg(metavar="A,B")]
-    """Folders of the specialists to choose from."""
     out: Path
     """The router's folder: new to train one, there already to ask it."""
-    data: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = ()
-    """Chat records or text to train and judge it on; may be given again."""
     prompt: str | None = None
     """Ask the router which specialist this text wants."""
-    context: int | None = None
-    """Tokens in a row; by default 256, or as many as the base sees."""
-    rows: int = 64
-    """Rows of each text that are read."""
     seed: int = 0
     """Draws the router's first weights."""
-    json: Json = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, context=SIZE, rows=SIZE, seed=SEED)
+        super().__post_init__()
+        check_numbers(self, seed=SEED)
 
 
 def _route(args: Route) -> int:
@@ -247,7 +252,6 @@ def _route(args: Route) -> int:
     if (args.prompt is None) == (not args.data):
         raise ConfigError("give --data to train a router, or --prompt to ask one that is there, not both")
     from topograd.specialists.model import SpecialistPool, open_named
-    from topograd.specialists.records import rows_of
     from topograd.specialists.router import open_router, save_router, train_router
 
     adapters, _ = open_named(args.specialists)
@@ -260,11 +264,9 @@ def _route(args: Route) -> int:
     else:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):  # before long work
             raise RunError(setting="out", given=args.out, allowed="an empty folder, or a new one")
-        texts = [rows_of(path, pool.attached, args.context) for path in args.data]
+        texts = list(args.texts(pool.attached).values())
         work = args.out.with_name(f"{args.out.name}.work")
-        router, found = train_router(
-            pool.attached, [(i[: args.rows], t[: args.rows]) for i, t in texts], args.seed, work
-        )
+        router, found = train_router(pool.attached, texts, args.seed, work)
         save_router(args.out, pool.attached, adapters, router, found)
         shutil.rmtree(work)
         answer |= {"specialists": list(adapters), **found}

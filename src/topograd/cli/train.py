@@ -37,31 +37,12 @@ class Train:
     """
 
     COMMON: ClassVar[tuple[str, ...]] = (
-        *(
-            "--task",
-            "--preset",
-            "--config",
-            "--out",
-            "--resume",
-            "--stop-after",
-            "--json",
-            "--data",
-            "--init",
-        ),
-        *(
-            "--partition",
-            "--stage-heads",
-            "--grad-scale",
-            "--steps",
-            "--batch",
-            "--seed",
-            "--device",
-            "--bf16",
-        ),
-        *("--model.layers", "--model.width", "--model.heads", "--model.context", "--optimizer.name"),
-        *("--eval-every", "--save-every", "--lora-rank", "--parallel"),
-        *("--lora-directions", "--old-text", "--max-forgetting"),
-    )
+        "--task", "--preset", "--config", "--out", "--resume", "--stop-after", "--json", "--data", "--init",
+        "--partition", "--stage-heads", "--grad-scale", "--steps", "--batch", "--seed", "--device", "--bf16",
+        "--model.layers", "--model.width", "--model.heads", "--model.context", "--optimizer.name",
+        "--eval-every", "--save-every", "--lora-rank", "--parallel",
+        "--lora-directions", "--old-text", "--max-forgetting",
+    )  # fmt: skip
     """What --help shows; --help-all shows every flag."""
 
     task: Literal["text", "masked", "images"] = "text"

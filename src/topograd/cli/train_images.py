@@ -1,24 +1,20 @@
 """The flags of `topograd train --task images`: a network on images instead of a model of text.
 
 Networks have other settings than models of text (--model names one, where --model.layers is a setting of the
-other), so the two tasks have flags of their own, made from a dataclass each, and the same settings, trainer
-and run come of them.
+other), so the two tasks have flags of their own, made from a dataclass each; what they share is one base.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from topograd.cli.console import Json, parse
 from topograd.cli.flags import flags_of, name_flag
 from topograd.errors import ConfigError, TopogradError
 from topograd.nn.images.config import Activation, ImageConfig
-from topograd.runs.config import OptimizerConfig, TrainConfig
-from topograd.runs.topology_config import TopologyConfig
+from topograd.runs.config import CommonConfig, OptimizerConfig, TrainConfig
 
 _NETWORK = ("widths", "depth", "activation", "patch", "heads", "eval_images")
 
@@ -38,12 +34,8 @@ def image_optimizer() -> OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainImages:
-    """Train a network on images: --data names a folder of IDX or CIFAR binary files, or is the word digits.
-
-    `topograd train --resume DIR` continues a run of any task. Objectives, relays and topologies are those of
-    every run; --objective forward-forward goes with --model forward-forward.
-    """
+class Network:
+    """A network on images, and what it is trained on."""
 
     task: Literal["images"] = "images"
     """What is learned; the flags of models of text are shown by: topograd train --help."""
@@ -63,6 +55,8 @@ class TrainImages:
     """Side of a vit's patches; a quarter of the image by default."""
     heads: int = 4
     """Heads of a vit's attention."""
+    eval_images: int = 10_000
+    """Held-out images that an evaluation reads."""
     out: Path | None = None
     """The run's folder; by default a new one in runs/."""
     init: str | None = None
@@ -70,38 +64,21 @@ class TrainImages:
     stop_after: int | None = None
     """Stop and save after this step of the schedule; --resume goes on from there."""
     json: Json = False
-    topology: Annotated[TopologyConfig, tyro.conf.arg(name="")] = field(default_factory=TopologyConfig)
-    """Where gradients flow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainImages(CommonConfig, Network):
+    """Train a network on images: --data names a folder of IDX or CIFAR binary files, or is the word digits.
+
+    `topograd train --resume DIR` continues a run of any task. Objectives, relays and topologies are those of
+    every run; --objective forward-forward goes with --model forward-forward.
+    """
+
     steps: int = 2000
-    """Length of the schedule."""
     batch: int = 128
-    """Images in a step."""
-    accumulate: int = 1
-    """Batches whose gradients add up before a step."""
-    batch_parts: int = 1
-    """Equal parts in which a batch is run one after another: less memory, the gradient of the whole batch."""
-    seed: int = 0
-    """Of the weights and of the order of the images."""
     eval_every: int = 500
-    """Steps between evaluations; 0 evaluates only at the end."""
-    eval_images: int = 10_000
-    """Held-out images that an evaluation reads."""
     save_every: int = 500
-    """Steps between checkpoints; 0 saves only at the end."""
-    save_seconds: float = 600.0
-    """Seconds after which a checkpoint is saved in any case; 0 saves by steps alone."""
-    keep: int = 2
-    """Checkpoints that are kept."""
-    bf16: bool = False
-    """Compute in bfloat16 where autocast allows it."""
-    compile: bool = False
-    """Compile the layers with torch.compile."""
-    recompute: bool = False
-    """Layers keep their inputs alone and run again in the backward: less memory, a third more work."""
-    device: str = "cpu"
-    """Where torch computes: cpu, cuda, mps."""
     optimizer: OptimizerConfig = field(default_factory=image_optimizer)
-    """The optimizers and their rates."""
 
     def settings(self) -> TrainConfig:
         """The settings of the run; sizes and classes are those of the images once they are read."""

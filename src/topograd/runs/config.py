@@ -133,43 +133,29 @@ class SearchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """What is trained, on what, how, and for how long."""
+class CommonConfig:
+    """What a training of text and one on images have in common."""
 
     topology: Annotated[TopologyConfig, tyro.conf.arg(name="")] = field(default_factory=TopologyConfig)
     """Where gradients flow."""
     steps: int = 2500
     """Length of the schedule."""
     batch: int = 8
-    """Sequences in a step."""
+    """Sequences or images in a step."""
     accumulate: int = 1
     """Batches whose gradients add up before a step."""
     batch_parts: int = 1
     """Equal parts in which a batch is run one after another: less memory, the gradient of the whole batch."""
     seed: int = 0
     """Of the weights and of the order of the data."""
-    init: str | None = None
-    """The model whose weights and tokenizer to begin with: a run, a Hugging Face folder, a GGUF file or
-    hf:ORG/NAME; new heads and layers start fresh."""
-    data: str | None = None
-    """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
-    tokenizer: Literal["bytes", "bpe", "imported"] = "bpe"
-    """Bytes, or byte pairs learned from the text; an imported model brings its own."""
     eval_every: int = 250
     """Steps between evaluations; 0 evaluates only at the end."""
-    eval_bytes: int = 200_000
-    """Held-out bytes that an evaluation reads."""
     save_every: int = 250
     """Steps between checkpoints; 0 saves only at the end."""
     save_seconds: float = 600.0
     """Seconds after which a checkpoint is saved in any case; 0 saves by steps alone."""
     keep: int = 2
     """Checkpoints that are kept."""
-    geometry_every: int = 0
-    """Steps between readings of the residual stream's geometry; 0 reads none."""
-    on_alarm: Literal["none", "report", "skip", "lower", "rollback"] = "none"
-    """When loss or gradient norm jump: write it down, leave the step out, lower the rates for a while, or go
-    back to the weights of the last checkpoint without an alarm before it."""
     bf16: bool = False
     """Compute in bfloat16 where autocast allows it."""
     compile: bool = False
@@ -179,10 +165,30 @@ class TrainConfig:
     a third more work, the same gradients."""
     device: str = "cpu"
     """Where torch computes: cpu, cuda, mps."""
-    model: ModelSpec = field(default_factory=GPTConfig)
-    """The model: its kind, and the settings of that kind."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizers and their rates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(CommonConfig):
+    """What is trained, on what, how, and for how long."""
+
+    init: str | None = None
+    """The model whose weights and tokenizer to begin with: a run, a Hugging Face folder, a GGUF file or
+    hf:ORG/NAME; new heads and layers start fresh."""
+    data: str | None = None
+    """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
+    tokenizer: Literal["bytes", "bpe", "imported"] = "bpe"
+    """Bytes, or byte pairs learned from the text; an imported model brings its own."""
+    eval_bytes: int = 200_000
+    """Held-out bytes that an evaluation reads."""
+    geometry_every: int = 0
+    """Steps between readings of the residual stream's geometry; 0 reads none."""
+    on_alarm: Literal["none", "report", "skip", "lower", "rollback"] = "none"
+    """When loss or gradient norm jump: write it down, leave the step out, lower the rates for a while, or go
+    back to the weights of the last checkpoint without an alarm before it."""
+    model: ModelSpec = field(default_factory=GPTConfig)
+    """The model: its kind, and the settings of that kind."""
     tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = field(default_factory=TuneConfig)
     """Which parameters learn, where a run begins with another one."""
     search: Annotated[SearchConfig, tyro.conf.Suppress] = field(default_factory=SearchConfig)

@@ -1,17 +1,13 @@
-"""Pareto fronts, and the closed-form properties of all compositions of a stack.
+"""Pareto fronts, ranks of fronts, and the room that points of a front have.
 
 Statement. A point p dominates q when p_i ≤ q_i for every objective i and p ≠ q: smaller is better. The front
 is what nothing dominates; equal points are all on it. The rank of a point is the number of fronts that must
 be taken away before it is on one.
 
-    `AllCompositions.of(L)` has the closed-form properties of all 2^(L-1) compositions of L:
-    stages K, gradient depth max d_k, least depth min d_k, first depth d_0, coordination Σ λ_i c_i / Σ c_i
-
-Symbols and shapes. points (N, M): N points, M objectives. Composition j of N = 2^(L-1) has a boundary after
-layer i when bit i - 1 of j is set.
-Cost: properties O(L N). The front O(N log N) for M ≤ 2. For more, O(F S) with F the size of the front and S
-the mean number of points left when one of its points is met, which falls fast: 2^20 points with random
-objectives take about 1 s for two or three of them, 2 s for four, 4 s for six.
+Symbols and shapes. points (N, M): N points, M objectives.
+Cost: the front O(N log N) for M ≤ 2. For more, O(F S) with F the size of the front and S the mean number of
+points left when one of its points is met, which falls fast: 2^20 points with random objectives take about 1 s
+for two or three of them, 2 s for four, 4 s for six.
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.1
 (Remark 10.3), §10.6; ranks and crowding as in Deb and others, "A fast and elitist multiobjective genetic
 algorithm: NSGA-II".
@@ -20,60 +16,14 @@ Limits. For M ≥ 3, points that are nearly all undominated cost O(N²): a milli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topograd.errors import ConfigError
-from topograd.topology.composition import Composition, positive_int
 
 Numbers = NDArray[np.float64]
-MAX_LAYERS = 24
-"""2^23 compositions: the properties of more would fill the memory."""
-
-
-@dataclass(frozen=True)
-class AllCompositions:
-    """Properties of all the compositions of `layers`, as arrays of 2^(L-1) entries."""
-
-    layers: int
-    stages: NDArray[np.int16]
-    gradient_depth: NDArray[np.int16]
-    least_depth: NDArray[np.int16]
-    first_depth: NDArray[np.int16]
-    coordination: Numbers
-
-    @classmethod
-    def of(cls, layers: int, costs: Sequence[float] | None = None) -> AllCompositions:
-        """The properties; `costs` are the c_i of gradient that crosses after layer i, by default alike."""
-        layers = positive_int(layers, "layers", MAX_LAYERS)
-        costs = [1.0] * (layers - 1) if costs is None else list(costs)
-        if len(costs) != layers - 1:
-            raise ConfigError(setting="costs", given=costs, allowed=f"{layers - 1}, one for each boundary")
-        codes = np.arange(2 ** (layers - 1), dtype=np.uint32)
-        zero = np.zeros(len(codes), dtype=np.int16)
-        stages, deepest, run = zero + 1, zero.copy(), zero + 1
-        least, first = zero + layers, zero.copy()
-        coordination, total = np.zeros(len(codes)), sum(costs) or 1.0
-        for i in range(1, layers):
-            cut = (codes >> (i - 1)) & 1 == 1
-            np.maximum(deepest, run, out=deepest)
-            np.minimum(least, run, out=least, where=cut)
-            first[cut & (first == 0)] = i
-            coordination += np.where(cut, 0.0, costs[i - 1] / total)
-            stages += cut
-            run = np.where(cut, np.int16(1), run + np.int16(1))
-        first[first == 0] = layers
-        return cls(layers, stages, np.maximum(deepest, run), np.minimum(least, run), first, coordination)
-
-    def composition(self, index: int) -> Composition:
-        """The composition that entry `index` of every array is about."""
-        return Composition.from_boundaries(
-            self.layers, [i for i in range(1, self.layers) if index >> (i - 1) & 1]
-        )
 
 
 def pareto_front(points: Any) -> NDArray[np.bool_]:

@@ -114,11 +114,13 @@ def local(host: str) -> bool:
     (True, True, True, False)
     """
     matched = _HOST.fullmatch(host)
-    name = matched["six"] or matched["name"] if matched else ""
-    if name.lower() == "localhost":
-        return True
+    return is_loopback(matched["six"] or matched["name"]) if matched else False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host's address."""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -152,7 +152,7 @@ def _describe(model: OpenModel) -> list[dict[str, Any]]:
         ],
         "stages": len(session.plan.stages),
         "depths": served.depths,
-        "default_depth": served.default_depth,
+        "default_depth": "full",
         "chat": "template" if model.chats.template is not None else "plain",
         "specialists": [] if served.specialists is None else served.specialists.names,
     }

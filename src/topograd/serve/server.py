@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,16 +60,6 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
     sock.listen(256)
     return sock
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host's address."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Running:

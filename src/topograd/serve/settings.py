@@ -26,11 +26,8 @@ class Limits:
     """How long a body may take to arrive."""
     choices: int = 128
     """Texts of one request: prompts times n."""
-    logprobs: int = 20
-    """Alternatives beside each token."""
     grace: float = 10.0
     """How long running requests may take after the server was told to stop."""
-
     share_prompts: bool = False
     """Let texts of one token begin with what was computed for another's: faster, and who measures time can
     tell what others asked."""

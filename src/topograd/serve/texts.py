@@ -61,7 +61,6 @@ class ServedModel:
 
     model: Model
     limits: Limits
-    default_depth: str = "full"
     name: str = ""
     specialists: SpecialistPool | None = None
     disk: PromptCache | None = None
@@ -88,7 +87,7 @@ class ServedModel:
             raise RequestError(
                 f"the model id says depth {named} and the field depth says {wanted[:100]}; give one", "depth"
             )
-        depth = str(wanted or named or self.default_depth)
+        depth = str(wanted or named or "full")
         if not SAFE.fullmatch(depth):
             raise RequestError(
                 f"depth {depth[:100]!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, "
