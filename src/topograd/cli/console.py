@@ -25,6 +25,7 @@ from topograd.files import naming
 
 if TYPE_CHECKING:
     from topograd.decode.model import Model
+    from topograd.report.tables import Table as ReportTable
 
 T = TypeVar("T")
 Json = Annotated[
@@ -183,6 +184,15 @@ def grid(title: str, *columns: str, left: Collection[str] = (), **options: Any) 
         words = column == columns[0] or column in left
         table.add_column(column, justify="left" if words else "right", **options)
     return table
+
+
+def printed(table: ReportTable) -> Table:
+    """A table of a report page for a terminal."""
+    shown = grid(table.caption, *table.header, overflow="fold")
+    shown.columns[0].no_wrap = True
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Table:

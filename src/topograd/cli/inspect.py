@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from rich.table import Table
 
-from topograd.cli.console import DASH, Json, grid, note, out, parse, show
+from topograd.cli.console import Json, note, out, parse, printed, show
 from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import ConfigError
 from topograd.limits import REPEATS, check_numbers
@@ -105,88 +104,18 @@ def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:
 
 def _show(results: Mapping[str, Any]) -> None:
     """Tables for a person."""
-    console = out()
-    tables = (_stream_table(results), _norm_table(results), _spectra_table(results), _directions(results))
-    for table in tables:
-        if table is not None:
-            console.print(table)
+    from topograd.report import geometry
+
+    tables = {"stream": geometry.stream_table, "norms": geometry.kernel_table}
+    tables |= {"layers": geometry.spectra_table, "directions": geometry.direction_table}
+    for name, table in tables.items():
+        if results[name]:
+            out().print(printed(table(results)))
     for words in results["refused"]:
         note(words)
     if results["uncovered"]:
         reasons = "; ".join(f"{name} ({why})" for name, why in results["uncovered"].items())
         note(f"{len(results['uncovered'])} parameters have no factors: {reasons}")
     for words in results["sentences"]:
-        console.print(f"- {words}")
-    console.print(results["page"], soft_wrap=True)
-
-
-def _stream_table(results: Mapping[str, Any]) -> Table | None:
-    stream = results["stream"]
-    if stream is None:
-        return None
-    title = f"{Path(results['model']).name}, σ_{stream['rank']} of the stream: {stream['verdict']}"
-    without = results["stream_without_massive"]
-    columns = ("without massive rows", "rank without") if without else ()
-    table = grid(title, "after", "σ_r(H)/σ_r(H₀)", "effective rank", *columns, overflow="fold")
-    rows = [[name] for name in ("input", *stream["names"])]
-    for one in (stream, without) if without else (stream,):
-        for row, ratio, rank in zip(rows, (1.0, *one["ratios"]), one["effective_ranks"], strict=True):
-            row += [f"{ratio:.3g}", f"{rank:.1f}"]
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _directions(results: Mapping[str, Any]) -> Table:
-    table = grid(
-        "Directions",
-        "layer",
-        "kind",
-        "order",
-        "interval",
-        "Fisher",
-        "share",
-        "90 %",
-        "dimensions",
-        overflow="fold",
-    )
-    for one in results["directions"]:
-        interval, share = one["interval"], one["share"]
-        around = share and share["interval"]
-        table.add_row(
-            one["layer"],
-            one["kind"],
-            DASH if one["order"] is None else str(one["order"]),
-            DASH if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
-            DASH if one["fisher"] is None else f"{one['fisher']:.1e}",
-            DASH if share is None else f"{share['value']:.3f}",
-            f"{around[0]:.3f} to {around[1]:.3f}" if around else DASH,
-            str(one["dimensions"]),
-        )
-    return table
-
-
-def _norm_table(results: Mapping[str, Any]) -> Table | None:
-    if not results["norms"]:
-        return None
-    table = grid(
-        "γ's direction against the outputs", "norm", "kernel", "|cos|", "share of variance", overflow="fold"
-    )
-    for name, norm in results["norms"].items():
-        size = str(norm["dimensions"]) if norm["exact"] else "none"
-        table.add_row(name, size, f"{norm['cosine']:.6f}", f"{norm['share']:.1e}")
-    return table
-
-
-def _spectra_table(results: Mapping[str, Any]) -> Table:
-    sides = ("A", "G") if results["fisher"] else ("A",)
-    fisher = f"{results['fisher']} Fisher" if results["fisher"] else "no loss, so no G"
-    columns = [f"{side} {word}" for side in sides for word in ("rank", "eff.")]
-    table = grid(f"Factors ({fisher})", "layer", *columns, overflow="fold")
-    for name, layer in results["layers"].items():
-        cells: list[str] = []
-        for side in sides:
-            found = layer[side]
-            cells += [f"{found['rank']}/{found['size']}", f"{found['effective_rank']:.1f}"]
-        table.add_row(name, *cells)
-    return table
+        out().print(f"- {words}")
+    out().print(results["page"], soft_wrap=True)

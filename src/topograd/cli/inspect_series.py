@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from topograd.cli.console import DASH, grid, note, number, out, show
+from topograd.cli.console import note, number, out, printed, show
 from topograd.cli.progress import work_progress
 from topograd.errors import RunError
 
@@ -178,21 +178,14 @@ def _refused(points: list[Any], readings: int) -> list[str]:
 
 def _show(results: dict[str, Any]) -> None:
     """One table for a person."""
-    title = f"{Path(results['run']).name}: σ_{results['rank']} and others by step, phase {results['phase']}"
-    table = grid(title, "step", "loss", "σ_r", "rank", "Schur", "‖w‖", "λ̂", "interval")
-    for name, point in (("random", results["random"]), *((p["step"], p) for p in results["points"])):
-        interval = point["interval"]
-        table.add_row(
-            str(name),
-            number(point["loss"], 3),
-            DASH if point["sigma"] is None else f"{point['sigma']:.3g}",
-            number(point["effective_rank"], 1),
-            number(point["schur"], 3),
-            number(point["norm"], 2),
-            number(point["coefficient"], 1) + ("" if point["calibrated"] else " ?"),
-            DASH if interval is None else f"{interval[0]:.1f} to {interval[1]:.1f}",
-        )
-    out().print(table)
+    from topograd.report.geometry_series import series_table
+
+    random = results["random"]
+    out().print(f"{Path(results['run']).name}: rank {results['rank']}, phase {results['phase']}")
+    out().print(printed(series_table(results)))
+    out().print(
+        f"a random model of this shape: loss {random['loss']:.3f}, Schur {number(random['schur'], 3)}"
+    )
     for kind in ("alarms", "change_points"):
         for event in results[kind]:
             words = f"{event['signal']} from {event['before']:.3g} to {event['after']:.3g}"

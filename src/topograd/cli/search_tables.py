@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from topograd.cli.console import DASH, grid, number, pairs
+from topograd.cli.console import DASH, grid, number, pairs, printed
 
 Answer = Mapping[str, Any]
 
@@ -41,15 +41,9 @@ def surgery_table(answer: Answer) -> Table:
 
 
 def pareto_table(answer: Answer) -> Table:
-    names = list(answer["objectives"])
-    title = f"{len(answer['trials'])} of {answer['space']}"
-    table = grid(title, "partition", "settings", "steps", *names, "front", left=("settings",))
-    for row in answer["trials"]:
-        values = [number(row["values"].get(name), 3) for name in names]
-        settings = " ".join(row["settings"].values())
-        front = "yes" if row["on_front"] else ""
-        table.add_row(_written(row["partition"]), settings, str(row["steps"]), *values, front)
-    return table
+    from topograd.report.pareto import trials_table  # brings matplotlib
+
+    return printed(trials_table(answer))
 
 
 def choice_table(answer: Answer) -> Table:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, grid, note, number, out, parse_one_of, print_json, show
+from topograd.cli.console import Json, grid, note, number, out, parse_one_of, print_json, printed, show
 from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError, RunError
 from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
@@ -132,7 +132,7 @@ def _finetune(args: Finetune) -> int:
     began = trainer.step
     with training_progress(args.folder.name) as on_step:
         result = trainer.train(args.stop_after, on_step, counted("rows of the base's hidden states"))
-    show(args.json, result, preservation_table)
+    show(args.json, result, _preserved)
     if not result["base_bit_identical"]:
         return 1
     again = f"topograd specialist finetune {shlex.quote(str(args.folder))} --resume"
@@ -152,23 +152,12 @@ def _check_finetune(args: Finetune) -> None:
         raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text, or --resume")
 
 
-def preservation_table(result: Mapping[str, Any]) -> Table:
+def _preserved(result: Mapping[str, Any]) -> Table:
     """The base and the specialist at every checkpoint."""
-    title = f"{result['specialist']}: step {result['steps']}, loss {number(result['loss'], 3)}"
-    tasks = list(result["base_tasks"])
-    columns = ("step", "base Δ logit", "base BPB", "base questions", "BPB with it", "questions with it")
-    table = grid(title, *columns, *(text for name in tasks for text in (f"base {name}", f"{name} with it")))
-    for row in result["preservation"]:
-        table.add_row(
-            str(row["step"]),
-            number(row["base_max_abs_logit_delta"]),
-            number(row["base_bpb"]),
-            number(row["base_choices"], 2),
-            number(row["bpb"]),
-            number(row["choices"], 2),
-            *(number(row[which][name], 2) for name in tasks for which in ("base_tasks", "tasks")),
-        )
-    return table
+    from topograd.report.specialist import checkpoints  # brings matplotlib
+
+    note(f"{result['specialist']}: step {result['steps']}, loss {number(result['loss'], 3)}")
+    return printed(checkpoints(result["preservation"]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,14 +152,21 @@ def stream_panel(record: Mapping[str, Any]) -> Panel:
             " Squares leave out the rows with massive activations, which hide all others: read those. Their "
             f"verdict: {without['verdict']}."
         )
+    table = stream_table(record)
+    return Panel(name, title, caption, figure, "The stream by depth. " + read_row(table, -1), table)
+
+
+def stream_table(record: Mapping[str, Any]) -> Table:
+    """σ_r and the effective rank after each layer."""
+    stream, without = record["stream"], record["stream_without_massive"]
     rows = [[label] for label in ("input", *stream["names"])]
     for one in (stream, without) if without is not None else (stream,):
         for row, ratio, rank in zip(rows, (1.0, *one["ratios"]), one["effective_ranks"], strict=True):
             row += [f"{ratio:.3g}", fixed(rank, 1)]
     more = ("without massive rows", "its effective rank") if without is not None else ()
     header = ("after", "σ_r over the input's", "effective rank", *more)
-    table = Table("The stream", header, tuple(map(tuple, rows)))
-    return Panel(name, title, caption, figure, "The stream by depth. " + read_row(table, -1), table)
+    caption = f"σ_{stream['rank']} of the stream: {stream['verdict']}"
+    return Table(caption, header, tuple(map(tuple, rows)))
 
 
 def direction_panel(record: Mapping[str, Any]) -> Panel:
@@ -168,9 +175,7 @@ def direction_panel(record: Mapping[str, Any]) -> Panel:
     every = record["directions"]
     followed = [one for one in every if one["fisher"] is not None and one["group"] is None]
     groups = [one for one in every if one["group"] is not None]
-    header = ("layer", "kind", "order", "interval", "Fisher", "share", "dimensions", "group")
-    cells = tuple(_direction_cells(one) for one in every)
-    table = Table("Directions", header, cells)
+    table = direction_table(record)
     caption = (
         f"{len(groups)} groups of symmetries were found and taken out first: along them no network of this "
         "shape changes. Then each layer's flattest direction was followed outward from the "
@@ -203,15 +208,23 @@ def direction_panel(record: Mapping[str, Any]) -> Panel:
     return Panel(name, title, caption, figure, words, table)
 
 
+def direction_table(record: Mapping[str, Any]) -> Table:
+    """Every direction, with its order, its Fisher information and its share."""
+    header = ("layer", "kind", "order", "interval", "Fisher", "share", "dimensions", "group")
+    return Table("Directions", header, tuple(map(_direction_cells, record["directions"])))
+
+
 def _direction_cells(one: Mapping[str, Any]) -> tuple[str, ...]:
-    interval = one["interval"]
+    interval, share = one["interval"], one["share"]
+    around = share and share["interval"]
+    span = f" ({around[0]:.3f} to {around[1]:.3f})" if around else ""
     return (
         one["layer"],
         one["kind"],
         "–" if one["order"] is None else whole(one["order"]),
         "–" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
         "–" if one["fisher"] is None else f"{one['fisher']:.1e}",
-        "–" if one["share"] is None else f"{one['share']['value']:.3f}",
+        "–" if share is None else f"{share['value']:.3f}{span}",
         whole(one["dimensions"]),
         one["group"] or "",
     )
@@ -252,19 +265,19 @@ def kernel_panel(record: Mapping[str, Any]) -> Panel:
         "as many dimensions. RMSNorm has no such direction and is shown for comparison. A share left of the "
         "edge is drawn at it."
     )
-    cells = tuple(
-        (
-            label,
-            whole(norm["dimensions"]) if norm["exact"] else "none",
-            f"{norm['cosine']:.6f}",
-            f"{norm['share']:.1e}",
-        )
-        for label, norm in norms.items()
-    )
-    header = ("norm", "dimensions of the kernel", "|cos|", "share of the variance")
-    table = Table("γ's direction against the outputs", header, cells)
     seen = sum(norm["found"] for norm in norms.values())
-    return Panel(name, title, caption, figure, f"{seen} of {len(norms)} kernels are found on data.", table)
+    alt = f"{seen} of {len(norms)} kernels are found on data."
+    return Panel(name, title, caption, figure, alt, kernel_table(record))
+
+
+def kernel_table(record: Mapping[str, Any]) -> Table:
+    """Each norm's kernel, and how far the data agree with it."""
+    cells = []
+    for label, norm in record["norms"].items():
+        size = whole(norm["dimensions"]) if norm["exact"] else "none"
+        cells.append((label, size, f"{norm['cosine']:.6f}", f"{norm['share']:.1e}"))
+    header = ("norm", "dimensions of the kernel", "|cos|", "share of the variance")
+    return Table("γ's direction against the outputs", header, tuple(cells))
 
 
 def spectra_panel(record: Mapping[str, Any]) -> Panel:
@@ -273,7 +286,7 @@ def spectra_panel(record: Mapping[str, Any]) -> Panel:
     layers = record["layers"]
     if not layers:
         return Panel(name, title, "Left out: no layer of the model has factors.")
-    sides = ["A", "G"] if record["fisher"] is not None else ["A"]
+    sides = _sides(record)
     figure = new_figure(4.0)
     axes = panels(figure, len(sides), sharey=True)
     words = {"A": "A: what enters a layer", "G": "G: the gradients that leave it"}
@@ -291,12 +304,26 @@ def spectra_panel(record: Mapping[str, Any]) -> Panel:
         "direction in G. The table gives, for each layer, how many are above that, and over how many the "
         "spectrum spreads."
     )
-    header = ("layer", *(f"{side}: {word}" for side in sides for word in ("size", "rank", "effective rank")))
-    cells = tuple((label, *_numbers(layer, sides)) for label, layer in layers.items())
-    table = Table("Spectra of the factors", header, cells)
-    return Panel(
-        name, title, caption, figure, f"Spectra of {len(layers)} layers. " + read_row(table, -1), table
-    )
+    table = spectra_table(record)
+    alt = f"Spectra of {len(layers)} layers. " + read_row(table, -1)
+    return Panel(name, title, caption, figure, alt, table)
+
+
+def _sides(record: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("A", "G") if record["fisher"] is not None else ("A",)
+
+
+def spectra_table(record: Mapping[str, Any]) -> Table:
+    """Size, rank and effective rank of every layer's factors."""
+    sides, words = _sides(record), ("size", "rank", "effective rank")
+    cells = []
+    for label, layer in record["layers"].items():
+        found = [layer[side] for side in sides]
+        numbers = ((whole(s["size"]), whole(s["rank"]), fixed(s["effective_rank"], 1)) for s in found)
+        cells.append((label, *(number for each in numbers for number in each)))
+    fisher = f"{record['fisher']} Fisher" if record["fisher"] else "no loss, so no G"
+    header = ("layer", *(f"{side}: {word}" for side in sides for word in words))
+    return Table(f"Factors ({fisher})", header, tuple(cells))
 
 
 def _spectra(axes: Axes, spectra: Mapping[str, Mapping[str, Any]]) -> None:
@@ -315,14 +342,6 @@ def _spectra(axes: Axes, spectra: Mapping[str, Mapping[str, Any]]) -> None:
             axes.plot(*zip(*shown, strict=True), color=colour, linewidth=1.3, label=name)
     powers(axes, "y")
     axes.set_xlim(0, 1)
-
-
-def _numbers(layer: Mapping[str, Any], sides: list[str]) -> list[str]:
-    cells = []
-    for side in sides:
-        spectrum = layer[side]
-        cells += [whole(spectrum["size"]), whole(spectrum["rank"]), fixed(spectrum["effective_rank"], 1)]
-    return cells
 
 
 def _short(label: str, most: int = 34) -> str:

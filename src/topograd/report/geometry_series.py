@@ -65,11 +65,14 @@ def series_panel(record: Mapping[str, Any]) -> Panel:
         "random network of this shape. λ̂ is a sample with its interval in the table; those that are not "
         "calibrated are marked there and should not be compared."
     )
-    cells = tuple(_cells(point) for point in points)
-    header = ("step", "loss", "σ_r", "effective rank", "Schur ratio", "‖w‖", "λ̂", "interval", "calibrated")
-    table = Table("Signals by step", header, cells)
     alt = f"{len(known)} signals over {len(points)} steps."
-    return Panel("series", "Signals by step", caption, figure, alt, table)
+    return Panel("series", "Signals by step", caption, figure, alt, series_table(record))
+
+
+def series_table(record: Mapping[str, Any]) -> Table:
+    """Every signal at each step."""
+    header = ("step", "loss", "σ_r", "effective rank", "Schur ratio", "‖w‖", "λ̂", "interval", "calibrated")
+    return Table("Signals by step", header, tuple(map(_cells, record["points"])))
 
 
 def _cells(point: Mapping[str, Any]) -> tuple[str, ...]:

@@ -23,20 +23,24 @@ def write_pareto(path: Path, record: Record) -> Path:
 
 
 def _page(record: Record) -> str:
-    trials, objectives = record["trials"], record["objectives"]
-    measured = [trial for trial in trials if set(objectives) <= set(trial["values"])]
-    axes = [Axis.of(key, direction, measured) for key, direction in objectives.items()] if measured else []
-    measured.sort(key=lambda trial: _rank(trial, axes))
-    others = [trial for trial in trials if not set(objectives) <= set(trial["values"])]
+    measured, axes = _measured(record)
     lead = (
         "Each mark is one configuration: where gradients stop, and the settings beside it. On the front are "
         "those that no other beats: none is better in one objective and at least as good in all. Only "
         "configurations that trained to the end are compared for that."
     )
     links = [("plot", "Two properties"), ("table", "Every configuration")]
-    bodies = (_plot(measured, axes), table_html(_table([*measured, *others], record, axes)))
+    bodies = (_plot(measured, axes), table_html(trials_table(record)))
     parts = [section(*link, body) for link, body in zip(links, bodies, strict=True)]
     return document("Pareto front", lead, links, parts, _tiles(record, axes))
+
+
+def _measured(record: Record) -> tuple[list[Trial], list[Axis]]:
+    """The trials that have every objective, the best first, and an axis for each objective."""
+    objectives = record["objectives"]
+    trials = [trial for trial in record["trials"] if set(objectives) <= set(trial["values"])]
+    axes = [Axis.of(key, direction, trials) for key, direction in objectives.items()] if trials else []
+    return sorted(trials, key=lambda trial: _rank(trial, axes)), axes
 
 
 def _rank(trial: Trial, axes: Sequence[Axis]) -> tuple[int, float, int]:
@@ -59,7 +63,10 @@ def _tiles(record: Record, axes: Sequence[Axis]) -> str:
     return tiles_html(tiles)
 
 
-def _table(trials: Sequence[Trial], record: Record, axes: Sequence[Axis]) -> Table:
+def trials_table(record: Record) -> Table:
+    """Every trial: its partition, its settings, and what it came to."""
+    trials, axes = _measured(record)
+    trials += [trial for trial in record["trials"] if trial not in trials]
     settings = list(dict.fromkeys(name for trial in trials for name in trial["settings"]))
     rows = []
     for trial in trials:
