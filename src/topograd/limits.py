@@ -6,6 +6,8 @@ useful values and below what a machine can hold: a digit too many raises at once
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from topograd.errors import ConfigError
 
 Bounds = tuple[float, float]
@@ -50,6 +52,12 @@ def check_rules(settings: object, **rules: tuple[bool, str]) -> None:
     for name, (holds, allowed) in rules.items():
         if not holds:
             raise ConfigError(setting=name, given=getattr(settings, name), allowed=allowed)
+
+
+def changed(settings: object, names: Iterable[str]) -> list[str]:
+    """Those of the settings of a dataclass that do not have their default."""
+    known = type(settings).__dataclass_fields__  # type: ignore[attr-defined]
+    return [name for name in names if getattr(settings, name) != known[name].default]
 
 
 def check_exclusive(settings: object, first: str, *others: str, remedy: str = "give one of them") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -220,17 +220,14 @@ class Pareto:
 
     def space(self) -> Space:
         """The candidates; settings of which there is only the default are left out of them."""
-        from topograd.search.candidates import Space
+        from topograd.search.candidates import DEFAULTS, Space
 
         config = self.config()
         given = {"graph": self.graph, "heads": self.stage_heads, "objective": self.objective}
         given |= {"relay": self.relay, "source": self.source, "join": self.join}
         for name in ("decoder", "grad_scale", "grad_delay", "grad_bits"):
             given[name] = tuple(f"{value:g}" for value in getattr(self, name))
-        default = {"graph": "chain", "objective": "cross-entropy", "relay": "identity", "source": "none"}
-        default |= {"join": "identity", "decoder": "0", "grad_scale": "0", "grad_delay": "0"}
-        default |= {"grad_bits": "32"}
-        choices = {name: values for name, values in given.items() if values != (default.get(name),)}
+        choices = {name: values for name, values in given.items() if values != (DEFAULTS.get(name),)}
         space = Space(config.model.layers, self.min_depth, self.max_stages, choices)
         used: set[tuple[str, str]] = set()
         for candidate in space.samples():
@@ -313,22 +310,15 @@ def _check_resumed(argv: list[str]) -> None:
 def _dp(args: Dp) -> dict[str, Any]:
     from topograd.search.dynamic import best_partition, parse_costs, stage_counts
 
-    request = (args.stages, args.min_stages, args.max_stages, args.min_depth)
+    request = {name: getattr(args, name) for name in ("stages", "min_stages", "max_stages", "min_depth")}
     if args.costs is not None:
         assert args.layers is not None
-        stage_counts(args.layers, *request)
+        stage_counts(args.layers, **request)
         layers, costs = args.layers, parse_costs(_read_costs(args.costs), args.layers)
         more: dict[str, Any] = {}
     else:
-        layers, costs, more = _probed(args)
-    found = best_partition(
-        costs,
-        layers,
-        stages=args.stages,
-        min_stages=args.min_stages,
-        max_stages=args.max_stages,
-        min_depth=args.min_depth,
-    )
+        layers, costs, more = _probed(args, request)
+    found = best_partition(costs, layers, **request)
     return {"partition": list(found.composition.parts), "cost": found.cost, **more}
 
 
@@ -341,7 +331,7 @@ def _read_costs(file: Path) -> object:
         raise ConfigError(f"{file} is not JSON ({problem})", remedy='write {"0,1": 2.5, ...}') from None
 
 
-def _probed(args: Dp) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:
+def _probed(args: Dp, request: Mapping[str, Any]) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:
     from topograd.cli.progress import work_progress
     from topograd.runs.session import open_session
     from topograd.search.dynamic import stage_counts
@@ -350,7 +340,7 @@ def _probed(args: Dp) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]
     assert args.run is not None
     session = open_session(args.run)
     layers = session.config.model.layers
-    stage_counts(layers, args.stages, args.min_stages, args.max_stages, args.min_depth)
+    stage_counts(layers, **request)
     batches, seed = args.batches or BATCHES, args.seed or 0
     with work_progress(f"probing the stages of {args.run.name}") as on_probe:
         costs = costs_of_run(session, batches, seed, args.min_depth, on_probe)

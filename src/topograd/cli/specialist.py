@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, grid, note, number, out, parse_one_of, print_json, printed, show
+from topograd.cli.console import Json, grid, note, number, parse_one_of, printed, show
 from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError, RunError
 from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
@@ -87,16 +87,13 @@ def _attach(args: Attach) -> int:
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
         "identity": read.base_max_abs_logit_delta,
     }
-    if args.json:
-        print_json(answer)
-    else:
-        head = "a whole head" if answer["head_rank"] is None else f"a head of rank {answer['head_rank']}"
-        out().print(
-            f"{args.out}: {args.layers} layers behind layer {answer['first_layer']} of {args.base} and "
-            f"{head}, {numbers / 1e6:.2f} M parameters; logits changed by "
-            f"{answer['identity']}",
-            soft_wrap=True,
-        )
+    head = "a whole head" if answer["head_rank"] is None else f"a head of rank {answer['head_rank']}"
+    words = (
+        f"{args.out}: {args.layers} layers behind layer {answer['first_layer']} of {args.base} and {head}, "
+        f"{numbers / 1e6:.2f} M parameters; logits changed by {answer['identity']}"
+    )
+    show(args.json, answer, lambda _: words)
+    if not args.json:
         note(f"train it with: topograd specialist finetune {args.out} --data CHAT.jsonl")
     return 0
 
@@ -321,16 +318,12 @@ def _align(args: Align) -> int:
 
         assert args.data is not None
         answer["nats"] |= trained_on(args.data, carried, new, args.steps, args.context)
-    if args.json:
-        print_json(answer)
-    else:
-        out().print(
-            f"{args.out}: carried to {args.to}, a {answer['kind']} version apart; the heads differ by "
-            f"{answer['residual']:.3f} behind the alignment",
-            soft_wrap=True,
-        )
-        for name, value in answer.get("nats", {}).items():
-            out().print(f"  {name}: {value:.4f} nats a token")
+    words = [
+        f"{args.out}: carried to {args.to}, a {answer['kind']} version apart; the heads differ by "
+        f"{answer['residual']:.3f} behind the alignment"
+    ]
+    words += [f"  {name}: {value:.4f} nats a token" for name, value in answer.get("nats", {}).items()]
+    show(args.json, answer, lambda _: "\n".join(words))
     return 0
 
 

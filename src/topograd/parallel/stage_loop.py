@@ -48,6 +48,7 @@ from topograd.parallel.ranks import Meeting, Ranks
 from topograd.parallel.sharding import is_shard, local, squared_norm
 from topograd.parallel.transport import MeshTransport
 from topograd.topology.plan import Plan
+from topograd.training.activation_cache import StateBatch
 from topograd.training.optimizers import stage_parameters
 from topograd.training.step_runner import Batch, StepRunner, norm_of
 
@@ -133,7 +134,7 @@ class StageLoop(StepRunner):
                 coming.append((reader, number))
         return coming
 
-    def _parted(self, batches: Sequence[Batch]) -> list[tuple[Batch, float]]:
+    def _parted(self, batches: Sequence[Batch]) -> list[tuple[StateBatch, float]]:
         """This replica's batches, or where they cannot be dealt out, its part of each one's rows."""
         return list(super()._parted(batches))[self.ranks.replica :: self.ranks.config.replicas]
 

@@ -20,19 +20,19 @@ from topograd.report.figures import Panel, loss_panel
 from topograd.report.markup import escape, table_html, tiles_html
 from topograd.report.page import write_figures
 from topograd.report.stage_figures import reliability_panel
-from topograd.report.tables import POOLINGS, Table, fixed, settings, whole
+from topograd.report.tables import Table, all_numbers, fixed, settings, whole
 
 
 def write_image_report(path: Path, run: RunData, against: RunData | None, shown: Mapping[str, Any]) -> Path:
     """Write the report of `run` to `path`, maybe beside another run, with the examples in `shown`."""
-    title = f"{run.name} against {against.name}" if against else run.name
+    names = [run.name, *([against.name] if against else [])]
     after = [
         ("examples", "What each stage gets right and wrong", _examples(shown)),
         ("exits", "Early exits", _leaving(shown)),
-        ("numbers", "All the numbers", table_html(_numbers(run, against))),
+        ("numbers", "All the numbers", table_html(all_numbers(run, against, names))),
         ("configuration", "Configuration", table_html(settings(run, against), "settings")),
     ]
-    head = (title, _lead(run), _tiles(run, against, shown))
+    head = (" against ".join(names), _lead(run), _tiles(run, against, shown))
     return write_figures(path, head, lambda: _panels(run, against), after=after, images=True)
 
 
@@ -191,21 +191,3 @@ def png(pixels: Sequence[Any]) -> bytes:
     else:
         imsave(file, array[0], format="png", cmap="gray", vmin=0, vmax=255)
     return file.getvalue()
-
-
-def _numbers(run: RunData, against: RunData | None) -> Table:
-    runs = [run, *([against] if against else [])]
-    rows = [
-        (
-            "accuracy, what the network predicts",
-            *(_share(entry(r.evaluation, "accuracy", "prediction")) for r in runs),
-        )
-    ]
-    for k in range(max(stage_count(r) for r in runs)):
-        values = [numbers(entry(r.evaluation, "accuracy", "prefix")) for r in runs]
-        rows.append((f"accuracy, exit {k + 1}", *(_share(v[k] if k < len(v) else None) for v in values)))
-    for how, words in POOLINGS.items():
-        rows.append((f"accuracy, {words}", *(_share(entry(r.evaluation, "accuracy", how)) for r in runs)))
-    for key, words in (("images", "images read"), ("seconds", "seconds of training")):
-        rows.append((words, *(whole(number(r.evaluation.get(key))) for r in runs)))
-    return Table("Readings on held-out images", ("reading", *(r.name for r in runs)), tuple(rows))

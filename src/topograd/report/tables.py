@@ -4,7 +4,7 @@ A number that is not known is written as a dash. Text is not escaped here: the p
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,11 @@ def gap_percent(staged: RunData, backprop: RunData | None, comparison: Mapping[s
     return percent_above(*evaluations)
 
 
-def all_numbers(staged: RunData, backprop: RunData | None) -> Table:
-    """Every number of the runs: bits per byte, calibration, rank, usefulness, losses, sizes and time."""
+def all_numbers(staged: RunData, backprop: RunData | None, names: Sequence[str] = ()) -> Table:
+    """Every number of the runs: bits per byte or accuracy, calibration, rank, usefulness, losses and sizes.
+
+    `names` are those of the runs where they are not a staged and a backprop run.
+    """
     runs = [run for run in (staged, backprop) if run is not None]
     stages = stage_count(staged)
     rows: list[tuple[str, ...]] = []
@@ -103,14 +106,13 @@ def all_numbers(staged: RunData, backprop: RunData | None) -> Table:
         if any(cell != DASH for cell in cells):
             rows.append((label, *cells))
 
-    for stage in range(stages):
-        values = [_of_stage(bpb_by_prefix(run.evaluation.get("bpb")), stage, stages) for run in runs]
-        add(f"bits per byte, {prefix_name(stage + 1, stages)}", [fixed(value, 4) for value in values])
-    values = [number(entry(run.evaluation, "bpb", "prediction")) for run in runs]
-    add("bits per byte, what the model predicts", [fixed(value, 4) for value in values])
-    for key, words in POOLINGS.items():
-        values = [number(entry(run.evaluation, "bpb", key)) for run in runs]
-        add(f"bits per byte, {words}", [fixed(value, 4) for value in values])
+    for measure, name in (("bpb", "bits per byte"), ("accuracy", "accuracy")):
+        for stage in range(stages):
+            values = [_of_stage(bpb_by_prefix(run.evaluation.get(measure)), stage, stages) for run in runs]
+            add(f"{name}, {prefix_name(stage + 1, stages)}", [fixed(value, 4) for value in values])
+        for key, words in {"prediction": "what the model predicts", **POOLINGS}.items():
+            values = [number(entry(run.evaluation, measure, key)) for run in runs]
+            add(f"{name}, {words}", [fixed(value, 4) for value in values])
     for key, label, digits in (
         ("ece", "expected calibration error", 4),
         ("effective_rank", "effective rank", 1),
@@ -128,9 +130,9 @@ def all_numbers(staged: RunData, backprop: RunData | None) -> Table:
     add("steps", [whole(number(run.evaluation.get("steps"))) for run in runs])
     add("training tokens", [whole(last_value(run, "train", "tokens")) for run in runs])
     add("training seconds", [fixed(last_value(run, "train", "seconds"), 1) for run in runs])
-    add("tokens evaluated", [whole(number(run.evaluation.get("tokens"))) for run in runs])
-    add("bytes evaluated", [whole(number(run.evaluation.get("bytes"))) for run in runs])
-    return Table("What the runs measured", ("number", *_columns(backprop)), tuple(rows))
+    for what in ("tokens", "bytes", "images"):
+        add(f"{what} evaluated", [whole(number(run.evaluation.get(what))) for run in runs])
+    return Table("What the runs measured", ("number", *(names or _columns(backprop))), tuple(rows))
 
 
 def comparison_numbers(comparison: Mapping[str, Any] | None) -> Table | None:

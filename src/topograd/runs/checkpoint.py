@@ -260,11 +260,17 @@ def _write(folder: Path, weights: Tensors, tensors: Tensors, state: State) -> No
     """Write the three files of a checkpoint and force them to the disk."""
     from safetensors.torch import save_file
 
-    files = {}
     for name, content in zip(TENSOR_FILES, (weights, tensors), strict=True):
         save_file(contiguous(content), folder / name)
-        sync(folder / name)
-        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+    describe_files(folder, state)
+
+
+def describe_files(folder: Path, state: State) -> None:
+    """Write the state with size and SHA-256 of the tensor files; with it the folder can be read."""
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     header = {"format": FORMAT, "version": VERSION, "sha256": digest(state | {"files": files})}
     write_json(folder / STATE_FILE, header | state | {"files": files})
     sync(folder)

@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from topograd.errors import CheckpointError
-from topograd.files import dump_json, sha256, sync, write_json
+from topograd.files import dump_json
 from topograd.runs.checkpoint import (
-    FORMAT,
-    STATE_FILE,
-    VERSION,
     Checkpoint,
     Optimizers,
     State,
-    digest,
+    describe_files,
     extra_of,
     read_state,
     restore,
@@ -34,15 +31,9 @@ from topograd.runs.tensor_files import Tensors, Unusable, read_tensors
 
 
 def write_state(folder: Path, step: int, extra: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
-    """Describe the files of a set that is complete; with this file it can be read."""
-    files = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    body = {"step": step, "extra": dict(extra), "aliases": dict(aliases), "set": True, "files": files}
-    body = json.loads(dump_json(body))
-    write_json(folder / STATE_FILE, {"format": FORMAT, "version": VERSION, "sha256": digest(body)} | body)
-    sync(folder)
+    """Describe the files of a set that is complete."""
+    state = {"step": step, "extra": dict(extra), "aliases": dict(aliases), "set": True}
+    describe_files(folder, json.loads(dump_json(state)))
 
 
 def read_set(path: Path, state: State) -> tuple[Tensors, Tensors]:

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
-from topograd.limits import check_exclusive, check_rules
+from topograd.limits import changed, check_exclusive, check_rules
 from topograd.nn.interface_config import parse_interfaces
 from topograd.topology.branches import predicting_plan
 from topograd.topology.configuration import Configuration
@@ -195,16 +195,13 @@ class TopologyConfig:
     def _check_graph(self) -> None:
         """Every setting that was changed is one that the graph uses."""
         mine = _USES[self.graph]
-        for names in _USES.values():
-            for name in names:
-                default = type(self).__dataclass_fields__[name].default
-                if name not in mine and getattr(self, name) != default:
-                    raise ConfigError(
-                        f"{name} is {getattr(self, name)!r} and graph is {self.graph}, which does not use it",
-                        setting=name,
-                        given=getattr(self, name),
-                        remedy="leave it out, or choose another graph",
-                    )
+        for name in changed(self, (name for names in _USES.values() for name in names if name not in mine)):
+            raise ConfigError(
+                f"{name} is {getattr(self, name)!r} and graph is {self.graph}, which does not use it",
+                setting=name,
+                given=getattr(self, name),
+                remedy="leave it out, or choose another graph",
+            )
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
         if not getattr(self, own):
             raise ConfigError(
@@ -215,14 +212,10 @@ class TopologyConfig:
         if self.grad_scale_schedule is not None:
             parse_schedule(self.grad_scale_schedule)
         if self.interface is not None:
-            for name in _NOT_WITH_INTERFACES:
-                default = type(self).__dataclass_fields__[name].default
-                if getattr(self, name) != default:
-                    raise ConfigError(
-                        setting=name,
-                        given=getattr(self, name),
-                        remedy=f"with an interface it must be {default!r}, its default",
-                    )
+            for name in changed(self, _NOT_WITH_INTERFACES):
+                default = getattr(type(self), name)
+                remedy = f"with an interface it must be {default!r}, its default"
+                raise ConfigError(setting=name, given=getattr(self, name), remedy=remedy)
 
     def _check_idle(self) -> None:
         """Every setting that goes with another one has it."""
@@ -240,7 +233,7 @@ class TopologyConfig:
             ("grad_delay", self._crosses, "a grad_scale above 0"),
             ("grad_bits", self._crosses, "a grad_scale above 0"),
         ):
-            if not used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+            if not used and changed(self, [name]):
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}, which nothing uses",
                     setting=name,
@@ -332,14 +325,10 @@ class TopologyConfig:
         return regions
 
     def _targets(self, partition: str) -> Topology:
-        for name in ("objective", "objectives", "weights", "relay", "source", "decoder", "reduction"):
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default:
-                raise ConfigError(
-                    setting=name,
-                    given=getattr(self, name),
-                    remedy="target propagation has its own, leave it out",
-                )
+        own = ("objective", "objectives", "weights", "relay", "source", "decoder", "reduction")
+        for name in changed(self, own):
+            remedy = "target propagation has its own, leave it out"
+            raise ConfigError(setting=name, given=getattr(self, name), remedy=remedy)
         return Topology.targets(partition)
 
     def _edges(self, topology: Topology) -> Topology:

@@ -41,6 +41,7 @@ _ON_EDGES = {"relay": "identity", "source": "none", "join": "identity", "grad_sc
 _NUMBERS = {"decoder": int, "grad_scale": float, "grad_delay": int, "grad_bits": int}
 """Settings that are no words."""
 _ALONE = {"graph": "chain", **_ON_EDGES}
+DEFAULTS = {"objective": "cross-entropy", "decoder": "0", **_ALONE}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from topograd.errors import ConfigError, StackError
+from topograd.limits import changed
 from topograd.nn.heads import Head
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
@@ -102,24 +103,11 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
         raise ConfigError(
             setting="graph", given=table.graph, allowed=f"{graph}: start with topograd search {search}"
         )
-    only = {
-        "decoder": 0,
-        "objectives": (),
-        "weights": (),
-        "interface": None,
-        "relay": "identity",
-        "source": None,
-        "grad_scale_schedule": None,
-        "grad_delay": 0,
-    }
-    only |= {"grad_scales": ()} if graph == "chain" else {"objective": "cross-entropy"}
-    for name, value in only.items():
-        if getattr(table, name) != value:
-            raise ConfigError(
-                setting=name,
-                given=getattr(table, name),
-                remedy=f"while boundaries are searched it must be {value!r}, its default",
-            )
+    plain = ("decoder", "objectives", "weights", "interface", "relay", "source", "grad_scale_schedule")
+    for name in changed(table, (*plain, "grad_delay", "grad_scales" if graph == "chain" else "objective")):
+        default = getattr(TopologyConfig, name)
+        remedy = f"while boundaries are searched it must be {default!r}, its default"
+        raise ConfigError(setting=name, given=getattr(table, name), remedy=remedy)
     if table.prediction not in KINDS:
         raise ConfigError(
             setting="prediction", given=table.prediction, allowed=f"one of {', '.join(KINDS)} in a search"

@@ -12,7 +12,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib import resources
 from typing import Any
@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from topograd.serve import anthropic, embeddings, openai_responses
 from topograd.serve.exchange import Answer, gathered, respond, submit
-from topograd.serve.jobs import Job
+from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.models import Models, OpenModel
 from topograd.serve.openapi import document
@@ -210,17 +210,11 @@ class Service:
     async def candidates(self, request: Request) -> Response:
         """The likeliest tokens of each stage at each position, and the log-probability of the actual one."""
         params = await self._params(request, CANDIDATES)
-        inbox: Inbox = asyncio.Queue()
         async with self.models.use(params["model"]) as model:
             served = model.served
             served.depth(params)
             tokens = served.checked(params["tokens"], "tokens")
-            plain = read(SHARED, {"depth": "full", "seed": 0, "temperature": 0})
-            on_progress = partial(model.worker.on_progress, inbox)
-            jobs = served.jobs(plain, [tokens], 0, on_progress, tenant=self._tenant(request))
-            jobs[0].candidates = params["top"]
-            submit(model.worker, jobs)
-        (told,) = await gathered(request, jobs, inbox)
+            (told,) = await self._read(request, model, "full", [tokens], candidates=params["top"])
         candidates = next((progress.candidates for progress in told if progress.candidates), None)
         stages = [
             [
@@ -238,20 +232,26 @@ class Service:
         """The states of an exit for each text, pooled and of length 1."""
         params = await self._params(request, EMBEDDING)
         embeddings.check(params)
-        inbox: Inbox = asyncio.Queue()
         async with self.models.use(params["model"]) as model:
             served = model.served
             depth = embeddings.depth_of(served, params)
-            plain = read(SHARED, {"depth": depth, "seed": 0, "temperature": 0})
             prompts = await asyncio.to_thread(served.prompts, params["input"])
-            on_progress = partial(model.worker.on_progress, inbox)
-            jobs = served.jobs(plain, prompts, 0, on_progress, tenant=self._tenant(request))
-            for job in jobs:
-                job.embed = params["pooling"]
-            submit(model.worker, jobs)
-        told = await gathered(request, jobs, inbox)
+            told = await self._read(request, model, depth, prompts, embed=params["pooling"])
         made = [next(each.embedding for each in some if each.embedding is not None) for some in told]
         return JSONResponse(embeddings.body(served, params, prompts, made))
+
+    async def _read(
+        self, request: Request, model: OpenModel, depth: str, prompts: Sequence[list[int]], **wanted: Any
+    ) -> list[list[Progress]]:
+        """All that is told of prompts that are read and not continued; `wanted` are fields of their jobs."""
+        inbox: Inbox = asyncio.Queue()
+        plain = read(SHARED, {"depth": depth, "seed": 0, "temperature": 0})
+        on_progress = partial(model.worker.on_progress, inbox)
+        jobs = model.served.jobs(plain, prompts, 0, on_progress, tenant=self._tenant(request))
+        for job in jobs:
+            vars(job).update(wanted)
+        submit(model.worker, jobs)
+        return await gathered(request, jobs, inbox)
 
     def _tenant(self, request: Request) -> str:
         """Who asks: what is computed for one token is not reused for another, unless that was allowed."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from topograd.data.loader import IGNORED
 from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import Predictor
 from topograd.exec.gradient import BACKWARDS, Autograd, GradientEngine, StepGraph, Transport
@@ -147,18 +146,17 @@ class StepRunner:
         device = next(p.device for p in self.stack.parameters() if not p.is_meta)
         total: Tensor | None = None
         for number, (batch, share) in enumerate(self._parted(batches)):
-            states = batch.states if isinstance(batch, StateBatch) else None
-            pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
-            inputs, targets = (to_device(tensor, device) for tensor in pair)
-            cached = batch.teacher if isinstance(batch, StateBatch) else None
+            inputs, targets = (to_device(tensor, device) for tensor in (batch.inputs, batch.targets))
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self.gradients(plan, inputs, targets, share / count, states, cached, number)
+                losses = self.gradients(
+                    plan, inputs, targets, share / count, batch.states or None, batch.teacher, number
+                )
             part = losses.detach() * share / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
         return total
 
-    def _parted(self, batches: Sequence[Batch]) -> Iterable[tuple[Batch, float]]:
+    def _parted(self, batches: Sequence[Batch]) -> Iterable[tuple[StateBatch, float]]:
         """What is run at once: each with the share of its batch's targets that it has."""
         return batch_parts(batches, self.parts)
 
@@ -292,21 +290,17 @@ def engine_of(config: TopologyConfig) -> GradientEngine:
     return BACKWARDS[config.backward](jacobian=config.jacobian, chunk=config.jacobian_chunk, **carried)
 
 
-def batch_parts(batches: Iterable[Batch], parts: int) -> Iterator[tuple[Batch, float]]:
+def batch_parts(batches: Iterable[Batch], parts: int) -> Iterator[tuple[StateBatch, float]]:
     """Each batch in equal parts, with the share of its targets that each part has."""
-    for batch in batches:
-        inputs, targets = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
+    for given in batches:
+        batch = given if isinstance(given, StateBatch) else StateBatch(*given, {})
         if parts == 1:
             yield batch, 1.0
             continue
-        size, counted = len(inputs) // parts, max(int((targets != IGNORED).sum()), 1)
-        for first in range(0, len(inputs), size):
-            rows = slice(first, first + size)
-            share = int((targets[rows] != IGNORED).sum()) / counted
-            if isinstance(batch, StateBatch):
-                yield batch.part(rows), share
-            else:
-                yield (inputs[rows], targets[rows]), share
+        size, counted = len(batch.inputs) // parts, max(int(batch.mask.sum()), 1)
+        for first in range(0, len(batch.inputs), size):
+            part = batch.part(slice(first, first + size))
+            yield part, int(part.mask.sum()) / counted
 
 
 def norm_of(parameters: Sequence[nn.Parameter]) -> Tensor:
