@@ -24,10 +24,11 @@ EXITS = [{"threshold": 0.9, "accuracy": 0.88, "depth": 0.6, "leaving": [0.8, 0.2
 
 def test_the_page(tmp_path: Path) -> None:
     evaluation = {"accuracy": READING, "exits": EXITS, "steps": 5, "images": 7}
-    run = RunData("<run>", {"images": {"model": "mlp"}}, [], evaluation)
+    run = RunData("<run>", {"model": {"kind": "mlp"}}, [], evaluation)
     page = write_image_report(tmp_path / "report.html", run, run, SHOWN).read_text()
     assert "img-src data:" in page
     assert "<script" not in page
+    assert "This network on images (mlp) is" in page
     assert "&lt;run&gt;" in page
     assert page.count("data:image/png;base64,") == 4
     assert "90.00" in page

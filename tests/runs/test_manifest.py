@@ -391,3 +391,14 @@ def test_a_checkpoint_that_is_asked_for_and_damaged_says_so_before_it_is_read(co
     (copy.checkpoints / "step-00000020" / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"damaged.*resume with --from step-00000016"):
         open_session(copy.folder)
+
+
+def test_a_run_on_images_is_known_by_its_settings_alone(tmp_path: Path) -> None:
+    images, text = Manifest(tmp_path / "images"), Manifest(tmp_path / "text")
+    for each, settings in ((images, '[model]\nkind = "mlp"\n'), (text, 'tokenizer = "bytes"\n')):
+        each.folder.mkdir()
+        each.bind("config.toml", settings)
+    assert images.identity() is not None, "checkpoints of another run would fit"
+    assert text.identity() is None, "its tokenizer belongs to it"
+    text.bind("tokenizer.json", "{}")
+    assert text.identity() not in (None, images.identity())

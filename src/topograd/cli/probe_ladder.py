@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import tyro
 
 from topograd.cli.console import DASH, Json, OptionalModel, grid, parse, show
 from topograd.errors import ConfigError
+from topograd.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +115,7 @@ def _own_module(args: Ladder) -> tuple[nn.Module, Any, None]:
     from torch import nn
 
     assert args.module is not None
-    found = _imported(args.module)
+    found = Registry[Any]("module")[args.module]
     torch.manual_seed(0)
     settings = getattr(found, "config_class", None)
     if inspect.isclass(found) and settings is not None:
@@ -141,23 +141,6 @@ def _own_module(args: Ladder) -> tuple[nn.Module, Any, None]:
         )
     inputs = torch.randn([int(part) for part in args.shape.split(",")], dtype=torch.float64)
     return model.eval(), inputs, None
-
-
-def _imported(address: str) -> Any:
-    package, _, name = address.partition(":")
-    try:
-        found: Any = importlib.import_module(package)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as problem:
-        reason = " ".join(str(problem).split())[:160]
-        raise ConfigError(
-            f"{address} cannot be imported ({reason})",
-            setting="module",
-            given=address,
-            allowed="PACKAGE:NAME of something that is installed or lies here",
-        ) from None
-    return found
 
 
 def _tiny(kind: Any, settings: Any) -> tuple[nn.Module, Any, None]:

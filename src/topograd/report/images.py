@@ -38,7 +38,7 @@ def write_image_report(path: Path, run: RunData, against: RunData | None, shown:
 
 def _lead(run: RunData) -> str:
     stages, steps = stage_count(run), number(run.evaluation.get("steps"))
-    model, partition = entry(run.config, "images", "model"), entry(run.config, "topology", "partition")
+    model, partition = entry(run.config, "model", "kind"), entry(run.config, "topology", "partition")
     cut = (
         f"is cut into {stages} stages (partition {partition}), each with a loss of its own"
         if stages > 1

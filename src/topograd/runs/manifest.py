@@ -95,13 +95,13 @@ class Manifest:
         """What checkpoints of this run name: a digest of settings and tokenizer; None without both."""
         if not self.exists():
             return None
-        files = self._read()["files"]
-        if not all(files.get(name) for name in ONCE):
-            # A run on images has no tokenizer: the digest of its settings alone.
-            settings = self._read().get("settings")
-            bound = files.get(ONCE[0]) and isinstance(settings, Mapping) and "images" in settings
-            return hashlib.sha256(files[ONCE[0]][-1].encode()).hexdigest() if bound else None
-        return hashlib.sha256("\n".join(files[name][-1] for name in ONCE).encode()).hexdigest()
+        values = self._read()
+        files, settings = values["files"], values.get("settings")
+        images = isinstance(settings, Mapping) and "tokenizer" not in settings
+        names = ONCE[:1] if images else ONCE  # a run on images has no tokenizer
+        if not all(files.get(name) for name in names):
+            return None
+        return hashlib.sha256("\n".join(files[name][-1] for name in names).encode()).hexdigest()
 
     def _remedy(self, name: str, values: Mapping[str, Any]) -> str:
         if name == "config.toml":

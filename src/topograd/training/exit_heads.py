@@ -16,7 +16,7 @@ times the mean of C's diagonal. U and V are scaled against each other to one siz
 rate. Only tokens with a target count, and no row's first: its state is unlike all others.
 
 Cost: the states of TOKENS tokens, which a frozen model keeps anyway, and d³. Source: ours, after the tuned
-lens (`models/translators.py` has the affine form, which needs no rank). Limits: W and its bias are those of
+lens (`nn/translator.py` has the affine form, which needs no rank). Limits: W and its bias are those of
 all stages; a softcap is left out of account.
 """
 

@@ -125,7 +125,7 @@ class RunTask(Task):
     @property
     def text(self) -> Text:
         """What a model of text is read on."""
-        assert isinstance(self.source, TextSource), "settings with [images] have no text"
+        assert isinstance(self.source, TextSource), "a run on images has no text"
         return self.source.text
 
     def prepare(self, step: int, on_rows: OnRows | None) -> None:
