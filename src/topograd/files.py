@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,20 @@ def read_json(path: Path, error: type[TopogradError] = RunError) -> Any:
     except (ValueError, RecursionError) as problem:
         text, remedy = f"{path} is damaged, it is not JSON ({problem})", "restore it or make it again"
         raise error(text, setting="path", given=path, remedy=remedy) from None
+
+
+def read_table(
+    path: Path, form: str, version: int, keys: Collection[str], error: type[TopogradError], remedy: str
+) -> dict[str, Any]:
+    """A JSON file of ours: an object of this format and version that has these keys."""
+    table = read_json(path, error)
+    if not isinstance(table, dict) or table.get("format") != form or not set(keys) <= table.keys():
+        raise error(f"{path} is damaged or foreign", setting="path", given=path, remedy=remedy)
+    if table.get("version") != version:
+        given = table.get("version")
+        problem = f"{path} has version {given!r}"
+        raise error(problem, setting="version", given=given, allowed=f"{version}")
+    return table
 
 
 def sha256(path: Path) -> str:

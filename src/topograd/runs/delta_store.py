@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from topograd.data import Tokenizer
 from topograd.errors import CheckpointError
-from topograd.files import dump_json, read_json
+from topograd.files import dump_json, read_table
 from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
@@ -173,17 +173,8 @@ class DeltaStore:
         return open_session(folder, names[-1])
 
     def _read(self) -> dict[str, Any]:
-        table = read_json(self.folder / BASE, CheckpointError)
-        known = isinstance(table, dict) and table.get("format") == FORMAT
-        if not known or not {"folder", "weights", "tensors"} <= table.keys():
-            raise CheckpointError(f"{self.folder / BASE} is damaged", remedy="restore it")
-        if table.get("version") != VERSION:
-            raise CheckpointError(
-                f"{self.folder / BASE} has version {table.get('version')!r}",
-                setting="version",
-                allowed=f"{VERSION}",
-            )
-        return dict(table)
+        keys = ("folder", "weights", "tensors")
+        return read_table(self.folder / BASE, FORMAT, VERSION, keys, CheckpointError, "restore it")
 
 
 class _OwnPart(nn.Module):

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError
-from topograd.files import dump_json, read_json, sha256
+from topograd.files import dump_json, read_table, sha256
 from topograd.runs.checkpoint import Checkpoint, Contents, Optimizers
 from topograd.runs.tensor_files import fill
 
@@ -96,16 +96,8 @@ class ExternalWeights:
         return Checkpoint(self.folder / NAME, 0, self.weights(name), {})
 
     def _read(self) -> dict[str, Any]:
-        described = read_json(self.folder / NAME, CheckpointError)
-        if not isinstance(described, dict) or described.get("format") != FORMAT:
-            raise CheckpointError(f"{self.folder / NAME} is foreign", remedy="import the model again")
-        if described.get("version") != VERSION:
-            raise CheckpointError(
-                f"{self.folder / NAME} has version {described.get('version')!r}",
-                setting="version",
-                allowed=f"{VERSION}",
-            )
-        return described
+        keys, remedy = ("files", "tensors"), "import the model again"
+        return read_table(self.folder / NAME, FORMAT, VERSION, keys, CheckpointError, remedy)
 
     def _verified(self, file: Mapping[str, Any]) -> Path:
         path = Path(file["path"])

@@ -36,7 +36,7 @@ import shutil
 import socket
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 Train = Callable[[Candidate, int, Path], Mapping[str, float]]
 """Train a candidate to that many steps, going on from what the folder holds, and read its objectives."""
+State = Literal["complete", "stopped", "running"]
 _TRIES = 5  # proposals of the sampler before an untried candidate is drawn
 
 
@@ -69,7 +70,7 @@ class Tried:
     """The rung that it reached."""
     values: dict[str, float]
     """Its objectives there."""
-    state: Literal["complete", "stopped", "running"]
+    state: State
     on_front: bool
 
 
@@ -86,50 +87,20 @@ def explore(
 
     `base` stands for the settings that all trainings share.
     """
-    study = _open(folder, config, objectives, space, base)
-    import optuna
-
-    running = [t for t in _tried(study) if not t.state.is_finished()]
-    for number in [t.number for t in running if t.user_attrs.get("home") == _home(folder)]:
-        with ExitStack() as stack:
-            if _claim(stack, folder, number) and not (t := _frozen(study, number)).state.is_finished():
-                trial = optuna.trial.Trial(study, t._trial_id)
-                _run_trial(study, trial, objectives, train, folder, config)
+    if not objectives:
+        raise ConfigError(setting="objectives", given={}, allowed="at least one objective")
+    work = _Work(_open(folder, config, list(objectives.values())), space, objectives, train, folder, config)
+    work.check_same(base)
+    work.take_up()
     wanted = min(config.trials, space.size)
-    while len(_tried(study)) < wanted:
-        with ExitStack() as stack:
-            trial = _ask(study, space, folder, stack, config.sampler_seed)
-            _run_trial(study, trial, objectives, train, folder, config)
+    while len(work.tried()) < wanted:
+        number = work.try_one()
         if on_trial:
-            on_trial(next(t for t in results(study, objectives) if t.number == trial.number))
-    return results(study, objectives)
+            on_trial(next(t for t in work.results() if t.number == number))
+    return work.results()
 
 
-def results(study: Study, objectives: Mapping[str, Direction]) -> list[Tried]:
-    """Every candidate of a study, by number; the front is that of the finished ones."""
-    rows = []
-    for trial in _tried(study):
-        reached = _reached(trial)
-        steps = max(reached, default=0)
-        values = dict(zip(objectives, reached.get(steps, []), strict=False))
-        state: Literal["complete", "stopped", "running"] = (
-            "complete"
-            if trial.state.name == "COMPLETE"
-            else "stopped"
-            if trial.state.is_finished()
-            else "running"
-        )
-        rows.append(Tried(trial.number, _candidate(trial), steps, values, state, False))
-    done = [row for row in rows if row.state == "complete"]
-    points = np.array(_small([list(row.values.values()) for row in done], objectives))
-    front = pareto_front(points.reshape(len(done), len(objectives)))
-    winners = {row.number for row, on in zip(done, front, strict=True) if on}
-    return [Tried(**{**vars(row), "on_front": row.number in winners}) for row in rows]
-
-
-def _open(
-    folder: Path, config: ParetoConfig, objectives: Mapping[str, Direction], space: Space, base: str
-) -> Study:
+def _open(folder: Path, config: ParetoConfig, directions: list[Direction]) -> Study:
     try:
         import optuna
     except ImportError:
@@ -137,15 +108,13 @@ def _open(
             "a Pareto study needs optuna, which is not installed",
             remedy="run: pip install 'topograd[search]'",
         ) from None
-    if not objectives:
-        raise ConfigError(setting="objectives", given={}, allowed="at least one objective")
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         study = optuna.create_study(
             study_name=config.name,
             storage=config.storage or f"sqlite:///{(folder / 'study.db').absolute()}",
-            directions=list(objectives.values()),
+            directions=directions,
             load_if_exists=True,
         )
     except Exception as problem:  # of any database's driver
@@ -156,93 +125,193 @@ def _open(
             given=config.storage,
             remedy="give another URL",
         ) from None
-    _check_same(study, config, objectives, space, base)
     # From the same seed a resumed study would propose its first candidates again.
     seed = (config.sampler_seed + len(study.get_trials(deepcopy=False))) % 2**32
     study.sampler = optuna.samplers.TPESampler(seed=seed)
     return study
 
 
-def _check_same(
-    study: Study, config: ParetoConfig, objectives: Mapping[str, Direction], space: Space, base: str
-) -> None:
-    """Record the settings of a new study; raise ConfigError where a known one has others."""
-    choices = {name: list(values) for name, values in space.choices.items()}
-    about = {
-        "objectives": dict(objectives),
-        "rungs": list(config.rungs),
-        "space": {
-            "layers": space.layers,
-            "min_depth": space.min_depth,
-            "max_stages": space.max_stages,
-            **choices,
-        },
-        "base": base,
-    }
-    known = study.user_attrs
-    if "base" not in known:  # the last that is recorded: a kill may have come before it
+@dataclass(frozen=True)
+class _Work:
+    """A study, and what works on it in this process."""
+
+    study: Study
+    space: Space
+    objectives: Mapping[str, Direction]
+    train: Train
+    folder: Path
+    config: ParetoConfig
+
+    def check_same(self, base: str) -> None:
+        """Record the settings of a new study; raise ConfigError where a known one has others."""
+        space, study, name_ = self.space, self.study, self.config.name
+        bounds = {"layers": space.layers, "min_depth": space.min_depth, "max_stages": space.max_stages}
+        choices = {name: list(values) for name, values in space.choices.items()}
+        about = {"objectives": dict(self.objectives), "rungs": list(self.config.rungs)}
+        about |= {"space": {**bounds, **choices}, "base": base}
+        known = study.user_attrs
+        if "base" not in known:  # the last that is recorded: a kill may have come before it
+            for name, value in about.items():
+                study.set_user_attr(name, value)
+            return
         for name, value in about.items():
-            study.set_user_attr(name, value)
-        return
-    for name, value in about.items():
-        if known.get(name) != value:
-            was = "" if name == "base" else f" ({known.get(name)}, not {value})"
-            what = "trainings with other settings" if name == "base" else f"other {name}"
-            raise ConfigError(
-                f"study {config.name!r} has {what}{was}",
-                setting="name",
-                given=config.name,
-                remedy="continue with those, or give another name or folder",
-            )
+            if known.get(name) != value:
+                was = "" if name == "base" else f" ({known.get(name)}, not {value})"
+                what = "trainings with other settings" if name == "base" else f"other {name}"
+                raise ConfigError(
+                    f"study {name_!r} has {what}{was}",
+                    setting="name",
+                    given=name_,
+                    remedy="continue with those, or give another name or folder",
+                )
 
+    def take_up(self) -> None:
+        """Finish the trials that a process left under way here."""
+        import optuna
 
-def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) -> Trial:
-    """A trial with an untried candidate, claimed for this process."""
-    from optuna.trial import TrialState
+        running = [t for t in self.tried() if not t.state.is_finished()]
+        for number in [t.number for t in running if t.user_attrs.get("home") == self._home()]:
+            with ExitStack() as stack:
+                if self._claim(stack, number) and not (t := self._frozen(number)).state.is_finished():
+                    self._run(optuna.trial.Trial(self.study, t._trial_id))
 
-    for _ in range(_TRIES):
-        study.enqueue_trial(_proposal(study, space, seed))
-        trial = study.ask()
-        candidate = _candidate_of(trial, space)
-        if candidate is not None:
-            claimed = _claim(stack, folder, trial.number)
-            assert claimed, "the number of a new trial is its own"
-            trial.set_user_attr("home", _home(folder))
-            trial.set_user_attr("partition", str(candidate.composition))
-            trial.set_user_attr("settings", dict(candidate.settings))
-            trial.set_user_attr("candidate", candidate.key)
-            earlier = [t for t in _tried(study) if t.number < trial.number]
-            if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
-                return trial
-        # Another process took the proposal, or tries the same candidate: this trial counts for nothing.
-        study.tell(trial, state=TrialState.FAIL)
-        shutil.rmtree(_place(folder, trial.number), ignore_errors=True)
-    raise RunError("other processes took every candidate that was drawn", remedy="call again")
+    def try_one(self) -> int:
+        """Try an untried candidate; its number."""
+        with ExitStack() as stack:
+            trial = self._ask(stack)
+            self._run(trial)
+        return trial.number
 
+    def tried(self) -> list[FrozenTrial]:
+        """The trials that have a candidate and are not repetitions."""
+        trials = self.study.get_trials(deepcopy=False)
+        return [t for t in trials if "candidate" in t.user_attrs and t.state.name != "FAIL"]
 
-def _proposal(study: Study, space: Space, seed: int) -> dict[str, object]:
-    """The parameters of an untried candidate: the sampler's choice, or a random one if that repeats itself.
+    def results(self) -> list[Tried]:
+        """Every candidate of the study, by number; the front is that of the finished ones."""
+        rows = []
+        for trial in self.tried():
+            reached = _reached(trial)
+            steps = max(reached, default=0)
+            values = dict(zip(self.objectives, reached.get(steps, []), strict=False))
+            ended: State = "stopped" if trial.state.is_finished() else "running"
+            state: State = "complete" if trial.state.name == "COMPLETE" else ended
+            rows.append(Tried(trial.number, _candidate(trial), steps, values, state, False))
+        done = [row for row in rows if row.state == "complete"]
+        points = np.array(self._small([list(row.values.values()) for row in done]))
+        front = pareto_front(points.reshape(len(done), len(self.objectives)))
+        winners = {row.number for row, on in zip(done, front, strict=True) if on}
+        return [replace(row, on_front=row.number in winners) for row in rows]
 
-    The sampler is asked on a copy of the study, so that a repetition takes no trial number.
-    """
-    import optuna
+    def _ask(self, stack: ExitStack) -> Trial:
+        """A trial with an untried candidate, claimed for this process."""
+        from optuna.trial import TrialState
 
-    draft = optuna.create_study(directions=study.directions, sampler=study.sampler)
-    draft.add_trials(study.get_trials())
-    tried = {t.user_attrs["candidate"] for t in _tried(study)}
-    for _ in range(_TRIES):
-        trial = draft.ask()
-        candidate = _candidate_of(trial, space)
-        if candidate is not None and candidate.key not in tried:
-            return dict(trial.params)
-        draft.tell(trial, state=optuna.trial.TrialState.FAIL)
-    return _untried(tried, space, random.Random(f"{seed} {len(study.get_trials(deepcopy=False))}"))
+        for _ in range(_TRIES):
+            self.study.enqueue_trial(self._proposal())
+            trial = self.study.ask()
+            candidate = self._candidate_of(trial)
+            if candidate is not None:
+                claimed = self._claim(stack, trial.number)
+                assert claimed, "the number of a new trial is its own"
+                trial.set_user_attr("home", self._home())
+                trial.set_user_attr("partition", str(candidate.composition))
+                trial.set_user_attr("settings", dict(candidate.settings))
+                trial.set_user_attr("candidate", candidate.key)
+                earlier = [t for t in self.tried() if t.number < trial.number]
+                if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
+                    return trial
+            # Another process took the proposal, or tries the same candidate: this trial counts for nothing.
+            self.study.tell(trial, state=TrialState.FAIL)
+            shutil.rmtree(self._place(trial.number), ignore_errors=True)
+        raise RunError("other processes took every candidate that was drawn", remedy="call again")
 
+    def _proposal(self) -> dict[str, object]:
+        """The parameters of an untried candidate: the sampler's choice, or a random one if that repeats
+        itself. The sampler is asked on a copy of the study, so that a repetition takes no trial number."""
+        import optuna
 
-def _candidate_of(trial: Trial, space: Space) -> Candidate | None:
-    bits = [trial.suggest_categorical(f"after {i}", (False, True)) for i in range(1, space.layers)]
-    settings = {name: trial.suggest_categorical(name, tuple(v)) for name, v in space.choices.items()}
-    return space.mended(bits, settings)
+        draft = optuna.create_study(directions=self.study.directions, sampler=self.study.sampler)
+        draft.add_trials(self.study.get_trials())
+        tried = {t.user_attrs["candidate"] for t in self.tried()}
+        for _ in range(_TRIES):
+            trial = draft.ask()
+            candidate = self._candidate_of(trial)
+            if candidate is not None and candidate.key not in tried:
+                return dict(trial.params)
+            draft.tell(trial, state=optuna.trial.TrialState.FAIL)
+        seed = f"{self.config.sampler_seed} {len(self.study.get_trials(deepcopy=False))}"
+        return _untried(tried, self.space, random.Random(seed))
+
+    def _candidate_of(self, trial: Trial) -> Candidate | None:
+        bits = [trial.suggest_categorical(f"after {i}", (False, True)) for i in range(1, self.space.layers)]
+        choices = self.space.choices
+        return self.space.mended(
+            bits, {n: trial.suggest_categorical(n, tuple(v)) for n, v in choices.items()}
+        )
+
+    def _run(self, trial: Trial) -> None:
+        """Climb the rungs that are left, and tell the study how it ended."""
+        from optuna.trial import TrialState
+
+        frozen, rungs = self._frozen(trial.number), self.config.rungs
+        candidate, reached = _candidate(frozen), _reached(frozen)
+        for steps in rungs:
+            if steps not in reached:
+                try:
+                    values = self.train(candidate, steps, self._place(trial.number) / "run")
+                except DivergenceError:
+                    self.study.tell(trial.number, state=TrialState.PRUNED)
+                    return
+                reached[steps] = self._read(values)
+                trial.set_user_attr(f"rung {steps}", reached[steps])
+            if steps != rungs[-1] and not self._goes_on(trial.number, steps):
+                self.study.tell(trial.number, state=TrialState.PRUNED)
+                return
+        self.study.tell(trial.number, reached[rungs[-1]])
+
+    def _goes_on(self, number: int, steps: int) -> bool:
+        """Whether a trial is among the best at a rung, of all that have reached it."""
+        there = {t.number: _reached(t)[steps] for t in self.tried() if steps in _reached(t)}
+        numbers = list(there)
+        order = best_first(self._small(list(there.values())))
+        best = [numbers[i] for i in order[: math.ceil(len(numbers) / self.config.reduction)]]
+        return number in best
+
+    def _read(self, values: Mapping[str, float]) -> list[float]:
+        for name in self.objectives:
+            if name not in values:
+                raise ConfigError(setting="objectives", given=name, allowed=f"measured: {', '.join(values)}")
+        for name in self.objectives:
+            if not math.isfinite(values[name]):
+                raise ConfigError(
+                    setting=name, given=values[name], allowed="finite, as an objective of a study"
+                )
+        return [float(values[name]) for name in self.objectives]
+
+    def _small(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The values with every objective to be made small."""
+        signs = [1.0 if direction == "minimize" else -1.0 for direction in self.objectives.values()]
+        return [[sign * value for sign, value in zip(signs, row, strict=True)] for row in rows]
+
+    def _frozen(self, number: int) -> FrozenTrial:
+        return self.study.get_trials(deepcopy=False)[number]
+
+    def _home(self) -> str:
+        return f"{socket.gethostname()}:{self.folder.absolute()}"
+
+    def _place(self, number: int) -> Path:
+        return self.folder / "trials" / f"{number:05d}"
+
+    def _claim(self, stack: ExitStack, number: int) -> bool:
+        """Hold the lock of a trial until `stack` closes; False if another process has it."""
+        place = self._place(number)
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            stack.enter_context(Run(place).lock())
+        except RunError:
+            return False
+        return True
 
 
 def _untried(tried: Container[str], space: Space, generator: random.Random) -> dict[str, object]:
@@ -264,67 +333,6 @@ def _untried(tried: Container[str], space: Space, generator: random.Random) -> d
     return {**{f"after {i}": bool(bit) for i, bit in enumerate(bits, start=1)}, **chosen}
 
 
-def _run_trial(
-    study: Study,
-    trial: Trial,
-    objectives: Mapping[str, Direction],
-    train: Train,
-    folder: Path,
-    config: ParetoConfig,
-) -> None:
-    """Climb the rungs that are left, and tell the study how it ended."""
-    from optuna.trial import TrialState
-
-    frozen = _frozen(study, trial.number)
-    candidate, reached = _candidate(frozen), _reached(frozen)
-    for steps in config.rungs:
-        if steps not in reached:
-            try:
-                values = train(candidate, steps, _place(folder, trial.number) / "run")
-            except DivergenceError:
-                study.tell(trial.number, state=TrialState.PRUNED)
-                return
-            reached[steps] = _read(values, objectives)
-            trial.set_user_attr(f"rung {steps}", reached[steps])
-        if steps != config.rungs[-1] and not _goes_on(study, trial.number, steps, objectives, config):
-            study.tell(trial.number, state=TrialState.PRUNED)
-            return
-    study.tell(trial.number, reached[config.rungs[-1]])
-
-
-def _goes_on(
-    study: Study, number: int, steps: int, objectives: Mapping[str, Direction], config: ParetoConfig
-) -> bool:
-    """Whether a trial is among the best at a rung, of all that have reached it."""
-    there = {t.number: _reached(t)[steps] for t in _tried(study) if steps in _reached(t)}
-    numbers = list(there)
-    order = best_first(_small(list(there.values()), objectives))
-    best = [numbers[i] for i in order[: math.ceil(len(numbers) / config.reduction)]]
-    return number in best
-
-
-def _read(values: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
-    missing = [name for name in objectives if name not in values]
-    if missing:
-        raise ConfigError(setting="objectives", given=missing[0], allowed=f"measured: {', '.join(values)}")
-    for name in objectives:
-        if not math.isfinite(values[name]):
-            raise ConfigError(setting=name, given=values[name], allowed="finite, as an objective of a study")
-    return [float(values[name]) for name in objectives]
-
-
-def _small(rows: Sequence[Sequence[float]], objectives: Mapping[str, Direction]) -> list[list[float]]:
-    """The values with every objective to be made small."""
-    signs = [1.0 if direction == "minimize" else -1.0 for direction in objectives.values()]
-    return [[sign * value for sign, value in zip(signs, row, strict=True)] for row in rows]
-
-
-def _tried(study: Study) -> list[FrozenTrial]:
-    """The trials that have a candidate and are not repetitions."""
-    trials = study.get_trials(deepcopy=False)
-    return [t for t in trials if "candidate" in t.user_attrs and t.state.name != "FAIL"]
-
-
 def _candidate(trial: FrozenTrial) -> Candidate:
     return Candidate(Composition.parse(trial.user_attrs["partition"]), trial.user_attrs["settings"])
 
@@ -333,26 +341,3 @@ def _reached(trial: FrozenTrial) -> dict[int, list[float]]:
     """The values at each rung that a trial has reached."""
     rungs = {key: values for key, values in trial.user_attrs.items() if key.startswith("rung ")}
     return {int(key.removeprefix("rung ")): list(values) for key, values in rungs.items()}
-
-
-def _frozen(study: Study, number: int) -> FrozenTrial:
-    return study.get_trials(deepcopy=False)[number]
-
-
-def _home(folder: Path) -> str:
-    return f"{socket.gethostname()}:{folder.absolute()}"
-
-
-def _place(folder: Path, number: int) -> Path:
-    return folder / "trials" / f"{number:05d}"
-
-
-def _claim(stack: ExitStack, folder: Path, number: int) -> bool:
-    """Hold the lock of a trial until `stack` closes; False if another process has it."""
-    place = _place(folder, number)
-    place.mkdir(parents=True, exist_ok=True)
-    try:
-        stack.enter_context(Run(place).lock())
-    except RunError:
-        return False
-    return True
