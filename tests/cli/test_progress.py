@@ -72,8 +72,8 @@ def test_work_is_shown_at_once(capfd: pytest.CaptureFixture[str], monkeypatch: p
             now[0] += 2
             on_more(done, 8)
     assert capfd.readouterr().err.splitlines() == [
-        "topograd: reading: batches: 3 of 8",
-        "topograd: reading: batches: 6 of 8",
+        "topograd: reading: batches: 3 of 8, 10 s left",
+        "topograd: reading: batches: 6 of 8, 4 s left",
     ]
 
 
@@ -102,4 +102,7 @@ def test_counting_aloud_now_and_then(
         on_more(done, 12)
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.splitlines() == ["topograd: cells measured: 5 of 12", "topograd: cells measured: 10 of 12"]
+    assert err.splitlines() == [
+        "topograd: cells measured: 5 of 12, 7 s left",
+        "topograd: cells measured: 10 of 12, 2 s left",
+    ]

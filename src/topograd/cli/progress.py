@@ -72,14 +72,15 @@ def work_progress(title: str) -> Iterator[OnMore]:
 
 def counted(what: str) -> OnMore:
     """A line every few seconds, with an estimate of what is left."""
-    began = last = time.monotonic()
-    first: int | None = None
+    last = time.monotonic()
+    begun: tuple[int, float] | None = None
 
     def on_more(done: int, total: int) -> None:
-        nonlocal first, last
-        first, now = done if first is None else first, time.monotonic()
+        nonlocal begun, last
+        now = time.monotonic()
+        begun = begun or (done, now)
         if now - last >= SECONDS_BETWEEN_LINES:
-            last, rate = now, (done - first) / (now - began)
+            last, rate = now, (done - begun[0]) / max(now - begun[1], 1e-9)
             left = f", {max(total - done, 0) / rate:.0f} s left" if rate > 0 and done < total else ""
             note(f"{what}: {done} of {total}{left}")
 
