@@ -68,7 +68,8 @@ def run(argv: list[str]) -> int:
         parts = [head for layer in parts for head in head_parts(probe.model, layer.name)]
     settings = command_settings(args.draws)
     estimate = expected_seconds(probe, settings, parts)
-    note(f"{len(parts)} parts: about {_duration(estimate)}, by gradients timed here")
+    about = f"{estimate:.0f} s" if estimate < 120 else f"{estimate / 60:.0f} min"
+    note(f"{len(parts)} parts: about {about}, by gradients timed here")
     began = time.perf_counter()
     with work_progress(f"sampling {args.model}: steps of chains") as on_more:
         found = sample_parts(probe, settings, parts, on_more)
@@ -129,10 +130,6 @@ def sample_parts(
             }
         results.append(record)
     return results
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,8 +254,7 @@ def compared(folder: Path, results: dict[str, dict[str, Any]]) -> dict[str, Any]
     """Gap, step time, memory and samples; measured once and stored in comparison.json."""
     file = folder / "comparison.json"
     gap = gap_percent(*(results[name]["bpb"]["prediction"] for name in ("staged", "backprop")))
-    stored = read_json(file) if file.exists() else None
-    if isinstance(stored, dict) and stored.get("gap") == gap:
+    if (stored := _stored(file)).get("gap") == gap:
         return stored
     note("measuring step time and memory")
     staged, backprop = (open_session(folder / name) for name in ("staged", "backprop"))
@@ -270,6 +269,14 @@ def compared(folder: Path, results: dict[str, dict[str, Any]]) -> dict[str, Any]
     return comparison
 
 
+def _stored(file: Path) -> dict[str, Any]:
+    """What was measured before; nothing where the file is damaged, and it is measured again."""
+    with suppress(RunError):
+        found = read_json(file)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def _sample(session: LoadedTextRun, exit_: int, title: str) -> dict[str, str]:
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(SAMPLE_PROMPT)]
     sampling = Sampling(temperature=0.7, top_k=50)
@@ -282,11 +289,7 @@ def _sample(session: LoadedTextRun, exit_: int, title: str) -> dict[str, str]:
 def bench(folder: Path) -> dict[str, Any]:
     """`topograd bench decode` of the packaged model, shorter; measured once and stored in decoding.json."""
     file = folder / "decoding.json"
-    try:
-        stored = read_json(file) if file.exists() else None
-    except RunError:  # damaged: measured again
-        stored = None
-    if isinstance(stored, dict) and stored.get("ways"):
+    if (stored := _stored(file)).get("ways"):
         return stored
     note("measuring every decode strategy")
     results = bench_decode(open_session(REFERENCE), BENCH)

@@ -72,7 +72,10 @@ def run(argv: list[str]) -> int:
 
         _, other = _evaluate(resolve_model(args.against), replace(request, added=()), None)
         answer["polarisation"] = {"against": str(args.against), **polarisation(found, other)}
-    _tell(answer)
+    if answer["absent"]:
+        note(f"no file for {', '.join(answer['absent'])}: left out, so this is {answer['name']}")
+    if cut := [f"{label} {task['cut']}" for label, task in answer["tasks"].items() if task["cut"]]:
+        note(f"prompts longer than the model's context lost their beginning, in items: {', '.join(cut)}")
     whole = args.depth is None and args.specialists is None  # what the report shows of the run itself
     if whole and (place := evaluations_folder(folder)) is not None:
         write_json(place / "core.json", answer | {"weights": model.session.weights})
@@ -111,15 +114,6 @@ def evaluations_folder(run: Path) -> Path | None:
     folder = run / "evaluation"
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def _tell(answer: Mapping[str, Any]) -> None:
-    if answer["absent"]:
-        note(f"no file for {', '.join(answer['absent'])}: left out, so this is {answer['name']}")
-    cut = {label: task["cut"] for label, task in answer["tasks"].items() if task["cut"]}
-    if cut:
-        words = ", ".join(f"{label} {count}" for label, count in cut.items())
-        note(f"prompts longer than the model's context lost their beginning, in items: {words}")
 
 
 def _show(answer: Mapping[str, Any]) -> None:

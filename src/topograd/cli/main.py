@@ -91,8 +91,10 @@ def run_program(
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
     except KeyboardInterrupt as stopped:
-        if argv is None:
-            _ignore_interrupts()
+        if argv is None:  # the process is about to end; a second Ctrl-C must not show a traceback
+            import signal
+
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         _fail(str(stopped) or "interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # whoever read the output has gone
@@ -196,10 +198,3 @@ def _discard_output() -> None:
         except OSError:
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
-
-
-def _ignore_interrupts() -> None:
-    """The process is about to end; a second Ctrl-C must not show a traceback."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

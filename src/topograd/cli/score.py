@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.table import Table
@@ -67,7 +67,9 @@ def run(argv: list[str]) -> int:
     names = depth_names(model, args.specialists) if args.depth is None else [args.depth]
     if args.json:
         ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
-        print_json(_answer(scored) | {"depths": names} | ran)
+        each = [{"continuation": one.text, "stages": one.stages(), "cut": one.cut} for one in scored]
+        found = each[0] if len(each) == 1 else {"continuations": each}
+        print_json(found | {"depths": names} | ran)
     else:
         note_runtime(model)
         console = out()
@@ -93,12 +95,6 @@ def depth_names(model: Model, specialists: str | None) -> list[str]:
         added = [Path(folder).resolve().name for folder in parse_specialists(specialists)]
         names[len(names) - len(added) :] = [*added[:-1], specialists]
     return names
-
-
-def _answer(scored: list[ScoredText]) -> dict[str, Any]:
-    """Of one continuation its stages; of several those of each."""
-    each = [{"continuation": one.text, "stages": one.stages(), "cut": one.cut} for one in scored]
-    return each[0] if len(each) == 1 else {"continuations": each}
 
 
 def _table(scored: ScoredText, names: Sequence[str]) -> Table:

@@ -82,7 +82,11 @@ def reliability_panel(staged: RunData, backprop: RunData | None) -> Panel:
         "to 1: dots over tall bars count most. ECE, the expected calibration error, is the mean distance "
         "from the diagonal, weighted by tokens; lower is better."
     )
-    rows = tuple((diagram.label, fixed(diagram.ece, 4), _surest(diagram)) for diagram in diagrams)
+    surest = [int(np.argmax(diagram.confidence)) for diagram in diagrams]
+    rows = tuple(
+        (each.label, fixed(each.ece, 4), f"{fixed(each.confidence[i])}, {fixed(each.accuracy[i])}")
+        for each, i in zip(diagrams, surest, strict=True)
+    )
     header = ("stage", "expected calibration error", "surest group: confidence, accuracy")
     alt = "Reliability diagrams. " + "; ".join(f"{label}: ECE {ece}" for label, ece, _ in rows) + "."
     return Panel(name, title, caption, figure, alt, Table("Calibration", header, rows))
@@ -123,11 +127,6 @@ def _draw_diagram(axes: Axes, diagram: _Diagram) -> None:
     axes.set_xticklabels(["0", "0.5", "1"])
     axes.set_box_aspect(1)
     axes.set_title(f"{diagram.label}, ECE {fixed(diagram.ece)}", fontsize=9.5)
-
-
-def _surest(diagram: _Diagram) -> str:
-    place = int(np.argmax(diagram.confidence))
-    return f"{fixed(diagram.confidence[place])}, {fixed(diagram.accuracy[place])}"
 
 
 def memory_panel(comparison: Mapping[str, Any] | None, stages: int) -> Panel:

@@ -149,7 +149,8 @@ def target_alignment(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) 
         topology = given.with_delay(0)  # when a gradient comes does not turn it
         pupil.zero_grad(set_to_none=True)
         train_step(pupil, to_probe(topology), inputs, targets)
-        losses.append([_gradient(p) for p in pupil.layers.parameters()])
+        grads = ((p, p.grad) for p in pupil.layers.parameters())
+        losses.append([torch.zeros_like(p).double() if g is None else g.double() for p, g in grads])
     dot, here, there = (
         sum(float((a * b).sum()) for a, b in zip(x, y, strict=True))
         for x, y in ((losses[0], losses[1]), (losses[0], losses[0]), (losses[1], losses[1]))
@@ -233,8 +234,3 @@ def _moved(before: Iterable[Tensor], after: Iterable[Tensor]) -> float:
     change = sum(float((b - a).double().square().sum()) for a, b in pairs)
     size = sum(float(a.double().square().sum()) for a, _ in pairs)
     return float((change / size) ** 0.5) if size else float(change > 0)
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    grad = parameter.grad
-    return torch.zeros_like(parameter, dtype=torch.float64) if grad is None else grad.double()

@@ -53,7 +53,7 @@ from topograd.training.forgetting import READ, Forgetting
 from topograd.training.interface_directions import STEPS, begin_interfaces
 from topograd.training.lora_directions import begin_lora
 from topograd.training.optimizers import make_optimizers
-from topograd.training.sources import Data, Teacher, TextSource, source_of
+from topograd.training.sources import Data, Teacher, TextSource, source_of, teacher_of
 from topograd.training.step_runner import Batch, Step, StepRunner, engine_of
 from topograd.training.trainer import OnStep, Reading, Schedule, StepRecord, Task, Trainer
 
@@ -81,7 +81,7 @@ class RunTask(Task):
         self.loader = self.source.loader
         self.states: CachedActivationLoader | None = None
         """Who gives the batches instead, where states of a frozen trunk or a teacher's logits are kept."""
-        self.teacher: Teacher | None = self.source.teacher(config)
+        self.teacher: Teacher | None = teacher_of(config, data)
         self.stack, self.plan = build_stack(config)
         table, rate = config.topology, config.tune.layer_dropout
         self.model = self.stack

@@ -41,12 +41,6 @@ class Teacher:
         return cls(Predictor(opened.stack, opened.plan), opened.weights)
 
 
-def _teacher_folder(config: TrainConfig) -> str | None:
-    """The run that teaches; None if there is none, or if the model or its average teaches."""
-    folder = config.topology.teacher
-    return None if folder in (OWN_TEACHER, AVERAGE_TEACHER) else folder
-
-
 class TextSource:
     """Next-token prediction."""
 
@@ -57,35 +51,12 @@ class TextSource:
         if config.topology.interface is not None:
             for settings in parse_interfaces(config.topology.interface):
                 check_causal(settings)
-        self.data = data
         self.loader = Loader(data.train, config.seq_len, config.batch, config.seed)
         self.text = Text(*windows(data.heldout, data.tokenizer, context, config.eval_bytes))
         self.units = config.batch * config.seq_len
 
     def evaluate(self, stack: Stack, plan: Plan) -> Reading:
         return evaluate(stack, plan, self.text)
-
-    def teacher(self, config: TrainConfig) -> Teacher | None:
-        """The run that the settings name as the teacher, if it has the student's tokens."""
-        folder = _teacher_folder(config)
-        if folder is None:
-            return None
-        session = open_session(folder)
-        if session.tokenizer.files()[FILE] != self.data.tokenizer.files()[FILE]:
-            raise ConfigError(
-                f"teacher {folder} has another tokenizer, so its logits are of other tokens",
-                setting="teacher",
-                given=folder,
-                remedy="train it and its student on the same text",
-            )
-        if session.config.model.context < config.model.context:
-            raise ConfigError(
-                f"teacher {folder} has a context of {session.config.model.context}",
-                setting="teacher",
-                given=folder,
-                remedy=f"give the student at most that, instead of {config.model.context}",
-            )
-        return Teacher.of(session, config.device)
 
 
 class ImageSource:
@@ -100,22 +71,6 @@ class ImageSource:
 
     def evaluate(self, stack: Stack, plan: Plan) -> Reading:
         return evaluate_images(stack, plan, self.images)
-
-    def teacher(self, config: TrainConfig) -> Teacher | None:
-        """The run that the settings name as the teacher, if it has the student's classes."""
-        folder = _teacher_folder(config)
-        if folder is None:
-            return None
-        opened, ours = open_run(folder), image_spec(config)
-        theirs = image_spec(opened.config) if opened.config.model.task == "images" else None
-        if theirs is None or (theirs.shape, theirs.classes) != (ours.shape, ours.classes):
-            raise ConfigError(
-                f"teacher {folder} was not trained on images of {ours.shape} with {ours.classes} classes",
-                setting="teacher",
-                given=folder,
-                remedy="train it and its student on the same images",
-            )
-        return Teacher.of(opened, config.device)
 
 
 class MaskedSource:
@@ -132,13 +87,6 @@ class MaskedSource:
     def evaluate(self, stack: Stack, plan: Plan) -> Reading:
         return evaluate_masked(stack, plan, self.text)
 
-    def teacher(self, config: TrainConfig) -> Teacher | None:
-        """The model or its average may teach; another run may not."""
-        if (folder := _teacher_folder(config)) is not None:
-            allowed = f"{OWN_TEACHER} or {AVERAGE_TEACHER} for an encoder"
-            raise ConfigError(setting="teacher", given=folder, allowed=allowed)
-        return None
-
 
 Source = TextSource | MaskedSource | ImageSource
 
@@ -148,3 +96,40 @@ def source_of(config: TrainConfig, data: Data) -> Source:
     if isinstance(data, ImageData):
         return ImageSource(config, data)
     return MaskedSource(config, data) if config.model.task == "masked" else TextSource(config, data)
+
+
+def teacher_of(config: TrainConfig, data: Data) -> Teacher | None:
+    """The run that the settings name as the teacher; None where the model or nobody teaches."""
+    folder = config.topology.teacher
+    if folder is None or folder in (OWN_TEACHER, AVERAGE_TEACHER):
+        return None
+    if config.model.task == "masked":
+        allowed = f"{OWN_TEACHER} or {AVERAGE_TEACHER} for an encoder"
+        raise ConfigError(setting="teacher", given=folder, allowed=allowed)
+    if isinstance(data, ImageData):
+        opened, ours = open_run(folder), image_spec(config)
+        theirs = image_spec(opened.config) if opened.config.model.task == "images" else None
+        if theirs is None or (theirs.shape, theirs.classes) != (ours.shape, ours.classes):
+            raise ConfigError(
+                f"teacher {folder} was not trained on images of {ours.shape} with {ours.classes} classes",
+                setting="teacher",
+                given=folder,
+                remedy="train it and its student on the same images",
+            )
+        return Teacher.of(opened, config.device)
+    session = open_session(folder)
+    if session.tokenizer.files()[FILE] != data.tokenizer.files()[FILE]:
+        raise ConfigError(
+            f"teacher {folder} has another tokenizer, so its logits are of other tokens",
+            setting="teacher",
+            given=folder,
+            remedy="train it and its student on the same text",
+        )
+    if session.config.model.context < config.model.context:
+        raise ConfigError(
+            f"teacher {folder} has a context of {session.config.model.context}",
+            setting="teacher",
+            given=folder,
+            remedy=f"give the student at most that, instead of {config.model.context}",
+        )
+    return Teacher.of(session, config.device)
