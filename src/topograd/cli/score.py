@@ -67,8 +67,8 @@ def run(argv: list[str]) -> int:
     names = depth_names(model, args.specialists) if args.depth is None else [args.depth]
     if args.json:
         ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
-        each = [{"continuation": one.text, "stages": one.stages(), "cut": one.cut} for one in scored]
-        found = each[0] if len(each) == 1 else {"continuations": each}
+        all_ = [{"continuation": one.text, "stages": one.stages(), "cut": one.cut} for one in scored]
+        found = all_[0] if len(all_) == 1 else {"continuations": all_}
         print_json(found | {"depths": names} | ran)
     else:
         note_runtime(model)

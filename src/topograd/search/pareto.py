@@ -38,7 +38,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -145,10 +145,14 @@ class _Work:
     def check_same(self, base: str) -> None:
         """Record the settings of a new study; raise ConfigError where a known one has others."""
         space, study, name_ = self.space, self.study, self.config.name
-        bounds = {"layers": space.layers, "min_depth": space.min_depth, "max_stages": space.max_stages}
+        bounds: dict[str, Any] = {
+            "layers": space.layers,
+            "min_depth": space.min_depth,
+            "max_stages": space.max_stages,
+        }
         choices = {name: list(values) for name, values in space.choices.items()}
-        about = {"objectives": dict(self.objectives), "rungs": list(self.config.rungs)}
-        about |= {"space": {**bounds, **choices}, "base": base}
+        about: dict[str, Any] = {"objectives": dict(self.objectives), "rungs": list(self.config.rungs)}
+        about |= {"space": bounds | choices, "base": base}
         known = study.user_attrs
         if "base" not in known:  # the last that is recorded: a kill may have come before it
             for name, value in about.items():
