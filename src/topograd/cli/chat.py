@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
                 except TopogradError as error:
                     if not sys.stdin.isatty():
                         raise
-                    note(str(error))  # the conversation goes on without that message
+                    note(str(error))  # the conversation continues without that message
     if args.json:
         messages = conversation.messages
         answer: dict[str, Any] = {"run": str(model.session.run.folder), "prompt": args.prompt}

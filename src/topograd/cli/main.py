@@ -97,7 +97,7 @@ def run_program(
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         _fail(str(stopped) or "interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
         return 1
     except OSError as error:

@@ -27,7 +27,7 @@ _SHOWN = 6  # losses; of more stages, the first and the last few
 def training_progress(
     title: str, tokens_per_step: int | None = None, unit: str = "tokens"
 ) -> Iterator[OnStep]:
-    """Shows a training to whoever waits for it: `with training_progress("staged") as on_step: ...`.
+    """Progress of a training: `with training_progress("staged") as on_step: ...`.
 
     The speed in tokens, or in another unit, is shown where `tokens_per_step` is given.
     """

@@ -179,7 +179,7 @@ class Pareto:
     max_stages: int | None = None
     """No partition has more stages."""
     graph: tuple[Literal["chain", "forest"], ...] = ("chain",)
-    """Graphs to choose from: stages one behind the other, or each a branch from the input."""
+    """Graphs to choose from: stages in sequence, or each a branch from the input."""
     stage_heads: tuple[Literal["shared", "per-stage", "low-rank"], ...] = ("shared", "per-stage")
     """Head structures to choose from."""
     objective: tuple[str, ...] = ("cross-entropy",)

@@ -62,7 +62,7 @@ class Network:
     init: str | None = None
     """The folder of a run on images whose weights to begin with; new heads and layers start fresh."""
     stop_after: int | None = None
-    """Stop and save after this step of the schedule; --resume goes on from there."""
+    """Stop and save after this step of the schedule; --resume continues from there."""
     json: Json = False
 
 

@@ -74,7 +74,7 @@ def _train(args: Train, ranks: Ranks, folder: Path) -> int:
 
 
 def _train_alone(args: Train, config: ParallelConfig, folder: Path) -> int:
-    """Train one stage in a folder of its own, DIR/stage-K; one that has a checkpoint goes on from there."""
+    """Train one stage in a folder of its own, DIR/stage-K; one that has a checkpoint continues from it."""
     from functools import partial
 
     from topograd.cli.progress import training_progress

@@ -82,10 +82,15 @@ def _hold(entry: Path) -> int:
 def prune(cache: Path) -> None:
     """Remove prepared corpora and tokenizers until the rest is within the limits."""
     prune_entries(cache / "shards", MAX_ENTRIES, MAX_BYTES)
-    for file in _newest_first(cache / "tokenizers")[MAX_TOKENIZERS:]:
+    prune_files(cache / "tokenizers", MAX_TOKENIZERS)
+    remove_abandoned((cache / "shards").glob(".*.tmp"))
+
+
+def prune_files(folder: Path, most: int) -> None:
+    """Remove the files of entries that were not used lately, but for the newest."""
+    for file in _newest_first(folder)[most:]:
         with contextlib.suppress(OSError):
             file.unlink()
-    remove_abandoned((cache / "shards").glob(".*.tmp"))
 
 
 def prune_entries(folder: Path, max_entries: int, max_bytes: int) -> None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from topograd.data.cache import default_cache
+from topograd.data.cache import default_cache, prune_files
 from topograd.errors import DataError
 from topograd.files import read_json, sha256, write_json
 
@@ -41,10 +41,7 @@ def remembered_sha256(path: Path) -> str:
         with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
             entry.parent.mkdir(parents=True, exist_ok=True)
             write_json(entry, {**before, "sha256": digest})
-            entries = sorted(entry.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-            for old in entries[:-MAX_ENTRIES]:
-                with contextlib.suppress(OSError):
-                    old.unlink()
+            prune_files(entry.parent, MAX_ENTRIES)
     return digest
 
 

@@ -33,6 +33,16 @@ _CHATS: Registry[Callable[[Path, Tokenizer | None], Prepared | None]] = Registry
 """Readers of conversations; None where a file holds none."""
 
 
+@dataclass(frozen=True)
+class Held:
+    """What gives a model that is there already."""
+
+    stack: Stack
+
+    def __call__(self) -> Stack:
+        return self.stack
+
+
 @dataclass
 class LoadedRun:
     """A trained model of any task, ready to be read."""
@@ -55,7 +65,7 @@ class LoadedRun:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has had the model in hand, so that its weights are those of the files for sure."""
+        """Whether the model was not read yet, so that its weights are those of the files."""
         return self.later and "stack" not in vars(self)
 
     @cached_property
@@ -116,7 +126,7 @@ def open_run(
     found = _verified(run, checkpoint) if later and config.device == "cpu" else None
     if found is None:
         stack, plan, loaded = read()
-        return LoadedRun(run, config, lambda: stack, plan, loaded.step, loaded.weights)
+        return LoadedRun(run, config, Held(stack), plan, loaded.step, loaded.weights)
     check_owner(run, found)
     topology = config.build_topology()
     plan = Plan.of(topology, topology.layers)

@@ -107,7 +107,7 @@ class TopologyConfig:
     in the last quarter."""
     grad_delay: int = 0
     """Steps after which gradient arrives across a boundary: 0 waits for that of the step's own batch; with 1
-    nobody waits, and each stage learns from a batch one step after the next stage does."""
+    no stage waits, and each learns from a batch one step after the next stage does."""
     grad_bits: int = 32
     """Bits of each number of a gradient that crosses a boundary: 32 leaves it as it is; 16, 8, 4 or 3 round
     at random without bias, with one scale a position."""

@@ -1,7 +1,7 @@
 """The models behind one server: opened when they are first asked for, closed when memory is short.
 
 Each has a thread and a scheduler of its own. Where the parameters of the open ones have more than `memory`
-bytes, those that were used least recently are closed, as long as nobody uses them.
+bytes, those that were used least recently are closed, unless they are in use.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Slot:
         self.used = 0
         """When it was last taken, by a count of texts."""
         self.tenant = ""
-        """Whose text it holds: nobody else's begins with it."""
+        """Whose text it holds: no other tenant's begins with it."""
 
 
 class Pool:

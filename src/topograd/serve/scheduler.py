@@ -44,7 +44,12 @@ from topograd.serve.pool import Pool, Slot
 from topograd.serve.settings import Limits
 from topograd.specialists.model import SpecialistPool
 
-LATE = "the request took longer than the server allows; ask for fewer tokens, or try again later"
+TOO_LATE = Progress(
+    finish="error",
+    error="the request took longer than the server allows; ask for fewer tokens, or try again later",
+    status=504,
+)
+CANCELLED = Progress(finish="cancelled")
 INTERNAL = "the model failed on this text; the reason is in the server's log"
 
 
@@ -172,9 +177,9 @@ class Scheduler:
     def stop(self) -> None:
         """End every text, running or waiting."""
         for active in list(self.active):
-            self._finish(active, "cancelled")
+            self._finish(active, CANCELLED)
         for _, _, job, _ in self._waiting:
-            self._dismiss(job, Progress(finish="cancelled"))
+            self._dismiss(job, CANCELLED)
         self._waiting.clear()
 
     def forget(self) -> None:
@@ -187,16 +192,16 @@ class Scheduler:
         now = time.perf_counter()
         for active in list(self.active):
             if active.job.cancelled:
-                self._finish(active, "cancelled")
+                self._finish(active, CANCELLED)
             elif now > active.job.deadline:
-                self._finish(active, "error", LATE, status=504)
+                self._finish(active, TOO_LATE)
         retained = []
         for entry in self._waiting:
             job = entry[2]
             if job.cancelled:
-                self._dismiss(job, Progress(finish="cancelled"))
+                self._dismiss(job, CANCELLED)
             elif now > job.deadline:
-                self._dismiss(job, Progress(finish="error", error=LATE, status=504))
+                self._dismiss(job, TOO_LATE)
             else:
                 retained.append(entry)
         if len(retained) < len(self._waiting):
@@ -302,7 +307,7 @@ class Scheduler:
                 self.counters.failed(error)
             for active in members:
                 if active in self.active:
-                    self._finish(active, "error", message)
+                    self._finish(active, Progress(finish="error", error=message))
                     active.pool.drop(active.slot)
 
     @torch.inference_mode()
@@ -324,7 +329,7 @@ class Scheduler:
             job.score_prompt = False
             job.on_progress(Progress(prompt=tuple(job.scores)))
             if not job.remaining:
-                self._finish(active, "length")
+                self._finish(active, Progress(finish="length"))
 
     def _prompt_scores(self, active: Active, known: int, top: int, exit_: int | None) -> list[Scored]:
         """Scores of the prompt's tokens from `known` on, as far as they are read."""
@@ -353,7 +358,7 @@ class Scheduler:
             engine.run([active.slot.sequence], stage)
         each = [self._prompt_scores(active, 1, job.candidates or 0, k) for k in range(len(engine.exits))]
         job.on_progress(Progress(candidates=tuple(tuple(row) for row in each)))
-        self._finish(active, "length")
+        self._finish(active, Progress(finish="length"))
 
     def _embed(self, active: Active) -> None:
         strategy, sequence = active.strategy, active.slot.sequence
@@ -361,12 +366,12 @@ class Scheduler:
         strategy.engine.run([sequence], stage)
         states = active.pool.cache.hidden([sequence], stage, [len(sequence)])
         active.job.on_progress(Progress(embedding=pooled(states, active.job.embed or "mean")))
-        self._finish(active, "length")
+        self._finish(active, Progress(finish="length"))
 
     def _write(self, members: Sequence[Active]) -> None:
         for active in members:
             if not active.job.remaining:
-                self._finish(active, "length")
+                self._finish(active, Progress(finish="length"))
         fresh = [a for a in members if a.job.remaining]
         if not fresh:
             return
@@ -381,14 +386,15 @@ class Scheduler:
     def _deliver(self, active: Active, made: Sequence[Emitted]) -> None:
         job, problem = active.job, active.slot.sequence.problem
         if problem is not None:  # of its grammar, so no other text's
-            self._finish(active, "error", str(problem), status=400, param="grammar")
+            ended = Progress(finish="error", error=str(problem), status=400, param="grammar")
+            self._finish(active, ended)
             return
         tokens = made[: job.remaining]
         known = (
             [None] * len(tokens) if job.logprobs is None else self._token_scores(active, tokens, len(made))
         )
         written: list[Written] = []
-        finish = None
+        finish: Finish | None = None
         for token, score in zip(tokens, known, strict=True):
             job.remaining -= 1
             end = token.token in job.stop_ids
@@ -410,10 +416,11 @@ class Scheduler:
             self.counters.first(job.timings.first - job.timings.received)
             active.pool.keep(active.slot, len(job.prompt), active.strategy.prompt_stages)
         self.counters.written(len(written))
+        progress = Progress(tuple(written), finish=finish)
         if finish is None:
-            job.on_progress(Progress(tuple(written)))
+            job.on_progress(progress)
         else:
-            self._finish(active, finish, written=written)  # type: ignore[arg-type]
+            self._finish(active, progress)
 
     def _token_scores(self, active: Active, tokens: Sequence[Emitted], made: int) -> Sequence[Scored | None]:
         """Under the exit that each token left after where it left early, else under the depth itself."""
@@ -422,24 +429,16 @@ class Scheduler:
         logits = self._logits(active, made, left)[: len(tokens)]
         return scores(logits, [token.token for token in tokens], top)
 
-    def _finish(
-        self,
-        active: Active,
-        finish: Finish,
-        error: str = "",
-        written: Sequence[Written] = (),
-        status: int = 500,
-        param: str | None = None,
-    ) -> None:
+    def _finish(self, active: Active, progress: Progress) -> None:
+        """End a text, with what is new of it."""
         job = active.job
+        assert progress.finish is not None
         self.active.remove(active)
         active.slot.busy = False
         job.timings.finished = time.perf_counter()
-        self.counters.finished(finish, job.timings.drafted, job.timings.accepted)
-        rest = job.stream.finish() if finish in ("stop", "length") else ""
-        job.on_progress(
-            Progress(tuple(written), rest, finish=finish, error=error, status=status, param=param)
-        )
+        self.counters.finished(progress.finish, job.timings.drafted, job.timings.accepted)
+        rest = job.stream.finish() if progress.finish in ("stop", "length") else ""
+        job.on_progress(replace(progress, rest=rest))
 
 
 def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:

@@ -99,7 +99,7 @@ def source_of(config: TrainConfig, data: Data) -> Source:
 
 
 def teacher_of(config: TrainConfig, data: Data) -> Teacher | None:
-    """The run that the settings name as the teacher; None where the model or nobody teaches."""
+    """The run that the settings name as the teacher; None where no other run teaches."""
     folder = config.topology.teacher
     if folder is None or folder in (OWN_TEACHER, AVERAGE_TEACHER):
         return None
