@@ -86,8 +86,7 @@ class Training(Task):
     def gradients(self, share: float, inputs: Tensor, targets: Tensor) -> None:
         """Add the gradients of a batch, in as many parts as the arm runs it in."""
         for part, weight in batch_parts([(inputs, targets)], self.arm.micro):
-            assert isinstance(part, tuple)
-            self.loop.gradients(self.plan_at(share), *part, weight)
+            self.loop.gradients(self.plan_at(share), part.inputs, part.targets, weight)
 
     def learn(self, share: float, inputs: Tensor, targets: Tensor, number: int = 1) -> Tensor:
         """One step on a batch; returns the stages' losses."""
