@@ -38,7 +38,7 @@ def write_specialist_report(path: Path, name: str, settings: Row, base: str, rec
 def checkpoints(readings: Records) -> Table:
     """A row for each checkpoint, of which there is at least one: the base by itself, then with it on."""
     tasks = list(readings[-1].get("base_tasks", ()))
-    names = ("step", "largest change of a base logit", "base BPB", "base, questions")
+    names = ("step", "base Δ logit", "base BPB", "base, questions")
     with_it = ("BPB with it", "questions with it")
     each = [name for task in tasks for name in (f"base {task}", f"{task} with it")]
     rows = tuple(
@@ -53,7 +53,10 @@ def checkpoints(readings: Records) -> Table:
         )
         for row in readings
     )
-    caption = "0.0000 with every bit the same; questions and tasks are shares that are answered right."
+    caption = (
+        "Δ is the largest change, 0.0000 with every bit the same; questions and tasks are shares that are "
+        "answered right."
+    )
     return Table(caption, (*names, *with_it, *each), rows)
 
 
