@@ -17,10 +17,9 @@ Dequantising is that of the `gguf` package, some rows at a time; F32 tensors are
 import math
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import CheckpointError, ConfigError
-from topograd.files import naming, sync
+from topograd.files import replacing
 
 KINDS = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
@@ -116,31 +115,22 @@ def write_gguf(
         )
     gguf = _gguf()
     kinds = {name: gguf.GGMLQuantizationType[_written_kind(t, kind)] for name, t in tensors.items()}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    writer = gguf.GGUFWriter(temporary, metadata["general.architecture"])
-    for key, value in metadata.items():
-        if key not in ("general.architecture", "general.alignment"):  # the writer's own affair
-            writer.add_key_value(key, *_typed(value, gguf.GGUFValueType))
-    for name, tensor in tensors.items():
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
-        nbytes = tensor.numel() // block * block_bytes
-        writer.add_tensor_info(name, tuple(tensor.shape), np.dtype(np.float32), nbytes, raw_dtype=kinds[name])
-    try:
-        with naming(path):
+    with replacing(path) as temporary:
+        writer = gguf.GGUFWriter(temporary, metadata["general.architecture"])
+        for key, value in metadata.items():
+            if key not in ("general.architecture", "general.alignment"):  # the writer's own affair
+                writer.add_key_value(key, *_typed(value, gguf.GGUFValueType))
+        for name, tensor in tensors.items():
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
+            nbytes, shape = tensor.numel() // block * block_bytes, tuple(tensor.shape)
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kinds[name])
+        with closing(writer):
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, tensor in tensors.items():
                 values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
                 writer.write_tensor_data(gguf.quants.quantize(values, kinds[name]))
-            writer.close()
-            sync(temporary)
-            os.replace(temporary, path)
-            sync(path.parent)
-    finally:
-        writer.close()
-        with suppress(OSError):
-            temporary.unlink()
 
 
 class _Header:

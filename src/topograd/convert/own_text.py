@@ -22,8 +22,6 @@ users; that greedy drafts need the model's own text is in docs/how-to/import-and
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +35,7 @@ from torch import Tensor
 from topograd.convert.prompts import Prompts, Row
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.files import hold_lock, read_json, saving_tensors, sync, write_json
+from topograd.files import hold_lock, read_json, replacing, saving_tensors, write_json
 from topograd.limits import SEED, check_numbers
 from topograd.runs.tensor_files import tensors_digest
 from topograd.runtime.quantize import check_precision
@@ -210,14 +208,8 @@ def _unreadable(file: Path, problem: object) -> DataError:
 
 def _save(file: Path, tensors: dict[str, Tensor]) -> None:
     """A block, whole or not at all."""
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with saving_tensors(file):
-            save_file(tensors, temporary, metadata={"sha256": tensors_digest(tensors)})
-        sync(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(file) as temporary, saving_tensors(file):
+        save_file(tensors, temporary, metadata={"sha256": tensors_digest(tensors)})
 
 
 @torch.inference_mode()

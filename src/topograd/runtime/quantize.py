@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from topograd.errors import ConfigError, RunError
-from topograd.files import saving_tensors, sync
+from topograd.files import replacing, saving_tensors
 from topograd.runs.tensor_files import tensors_digest
-
-if TYPE_CHECKING:
-    pass
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
 BLOCK = 32
@@ -133,12 +130,9 @@ def save_weights(file: Path, made: dict[str, Quantized], precision: Precision, w
         tensors |= {f"{name}:codes": packed.codes, f"{name}:scales": packed.scales}
         if packed.offsets is not None:
             tensors[f"{name}:offsets"] = packed.offsets
-    part = file.with_name(f".{file.name}.part")
-    with saving_tensors(part):
-        about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
+    about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
+    with replacing(file) as part, saving_tensors(file):
         save_file(tensors, part, metadata=about)
-    sync(part)
-    part.replace(file)
 
 
 def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Quantized]:

@@ -24,8 +24,6 @@ import ctypes
 import hashlib
 import json
 import mmap
-import os
-import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
@@ -38,7 +36,7 @@ from numpy.typing import NDArray
 from topograd.data.cache import InUse, default_cache, prune_entries
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import DataError, RunError
-from topograd.files import dump_json, read_json, sync, write_atomic
+from topograd.files import dump_json, read_json, replacing, write_atomic
 from topograd.runtime.native import library
 from topograd.runtime.native.library import FORMATS, Layer, Matrix, Norm, default_threads
 from topograd.runtime.native.packing import ALIGNED, BEHIND, Memory
@@ -180,20 +178,12 @@ class _Parts:
 
 def _write(parts: _Parts, file: Path) -> str:
     """Write a file whole or not at all, and return its SHA-256. Large writes get large pages."""
-    digest, temporary = hashlib.sha256(), file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb", buffering=0) as opened:
-            for piece in _pieces(parts):
-                digest.update(piece)
-                while piece:
-                    piece = piece[opened.write(piece) :]
-            os.fsync(opened.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    sync(file.parent)
+    digest = hashlib.sha256()
+    with replacing(file) as temporary, temporary.open("xb", buffering=0) as opened:
+        for piece in _pieces(parts):
+            digest.update(piece)
+            while piece:
+                piece = piece[opened.write(piece) :]
     return digest.hexdigest()
 
 
