@@ -6,7 +6,7 @@ useful values and below what a machine can hold: a digit too many raises at once
 
 from __future__ import annotations
 
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopogradError
 
 Bounds = tuple[float, float]
 SEED: Bounds = (0, 2**63 - 1)
@@ -38,8 +38,10 @@ def check_numbers(settings: object, **bounds: Bounds) -> None:
             raise ConfigError(setting=name, given=value, allowed=allowed)
 
 
-def check_rules(settings: object, **rules: tuple[bool, str]) -> None:
-    """Raise ConfigError for the first setting whose rule (holds, allowed) does not hold.
+def check_rules(
+    settings: object, error: type[TopogradError] = ConfigError, /, **rules: tuple[bool, str]
+) -> None:
+    """Raise an error for the first setting whose rule (holds, allowed) does not hold.
 
     >>> from types import SimpleNamespace
     >>> check_rules(SimpleNamespace(share=2.0), share=(False, "in [0, 1]"))
@@ -49,7 +51,7 @@ def check_rules(settings: object, **rules: tuple[bool, str]) -> None:
     """
     for name, (holds, allowed) in rules.items():
         if not holds:
-            raise ConfigError(setting=name, given=getattr(settings, name), allowed=allowed)
+            raise error(setting=name, given=getattr(settings, name), allowed=allowed)
 
 
 def check_exclusive(settings: object, first: str, *others: str, remedy: str = "give one of them") -> None:

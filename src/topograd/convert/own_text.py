@@ -38,6 +38,7 @@ from topograd.errors import ConfigError, DataError, RunError
 from topograd.files import hold_lock, read_json, replacing, saving_tensors, write_json
 from topograd.limits import SEED, check_numbers
 from topograd.runs.tensor_files import tensors_digest
+from topograd.runtime.protocol import device_of
 from topograd.runtime.quantize import check_precision
 
 FORMAT = "topograd-own-text"
@@ -221,8 +222,9 @@ def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number
     begun = min(config.length, min(len(row.given) for row in rows))
     batch = engine.start([row.begin(begun) for row in rows])
     full = engine.exits[-1]
-    generator = torch.Generator(engine_device(engine)).manual_seed((config.seed * 2**20 + number) % 2**63)
-    heat = torch.zeros(config.rows, 1, device=engine_device(engine))
+    device = device_of(engine.stack)
+    generator = torch.Generator(device).manual_seed((config.seed * 2**20 + number) % 2**63)
+    heat = torch.zeros(config.rows, 1, device=device)
     heat[::SAMPLED_EVERY] = TEMPERATURE
     for length in range(begun, config.length + 1):
         engine.run(batch, full)
@@ -241,11 +243,6 @@ def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number
         "own": torch.tensor([row.own for row in rows], dtype=torch.uint8),
         "states": kept.half().cpu().contiguous(),
     }
-
-
-def engine_device(engine: Engine) -> torch.device:
-    """Where the engine computes."""
-    return next(iter(engine.stack.parameters()), next(iter(engine.stack.buffers()), torch.empty(0))).device
 
 
 def _choose(logits: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:

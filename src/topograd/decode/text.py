@@ -39,10 +39,7 @@ class TextStream:
     """The stop string that came."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: str | Sequence[str] = (),
-        shown: Mapping[int, bytes] | None = None,
+        self, tokenizer: Tokenizer, stops: str | Sequence[str] = (), shown: Mapping[int, bytes] | None = None
     ) -> None:
         """`stops` is one stop string, or several; `shown` are special tokens that become text."""
         stops = [stops] if isinstance(stops, str) else stops

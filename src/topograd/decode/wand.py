@@ -53,12 +53,9 @@ class Wand(DecodeStrategy):
     ) -> None:
         check_exits(engine.plan)
         if len(thresholds) != engine.last:
-            raise ConfigError(
-                f"{len(thresholds)} thresholds for {engine.last + 1} stages",
-                setting="thresholds",
-                given=list(thresholds),
-                remedy="calibrate this run again",
-            )
+            problem = f"{len(thresholds)} thresholds for {engine.last + 1} stages"
+            remedy = "calibrate this run again"
+            raise ConfigError(problem, setting="thresholds", given=list(thresholds), remedy=remedy)
         if bounds is not None and len(bounds) != engine.last:
             raise ConfigError(
                 f"{len(bounds)} bounds for {engine.last} exits",

@@ -69,12 +69,8 @@ class ItemLog:
         try:
             records = [json.loads(line) for line in whole.decode().splitlines()]
             if records and records[0] != self.header:
-                raise RunError(
-                    f"{path} is the log of other weights, tasks or settings",
-                    setting="log",
-                    given=path,
-                    remedy="move it away",
-                )
+                problem = f"{path} is the log of other weights, tasks or settings"
+                raise RunError(problem, setting="log", given=path, remedy="move it away")
             self.done = {(str(r["task"]), int(r["item"])): r for r in records[1:]}
             if not all(isinstance(r["correct"], list) and "cut" in r for r in self.done.values()):
                 raise KeyError

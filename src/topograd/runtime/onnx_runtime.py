@@ -47,12 +47,9 @@ def shared_settings(provider: str = "cpu") -> Settings:
     wanted = provider.lower()
     names = {name.removesuffix("ExecutionProvider").lower(): name for name in available_providers()}
     if wanted not in names:
-        raise ConfigError(
-            f"onnxruntime has no provider {provider!r} here",
-            setting="provider",
-            given=provider,
-            remedy=f"it has {', '.join(sorted(names))}: install the onnxruntime that has it",
-        )
+        problem = f"onnxruntime has no provider {provider!r} here"
+        remedy = f"it has {', '.join(sorted(names))}: install the onnxruntime that has it"
+        raise ConfigError(problem, setting="provider", given=provider, remedy=remedy)
     threads = torch.get_num_threads()
     if _pool is None:
         try:

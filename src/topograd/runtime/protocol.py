@@ -107,14 +107,14 @@ class TorchRuntime:
     name, precision, ready = "torch", "float32", True
 
     def __init__(self, stack: Stack) -> None:
-        self.stack = stack
+        from topograd.exec.stage_cache import StageCache
+
+        self.stack, self.stage_cache = stack, StageCache
         self.embed, self.readout = stack.embed, stack.readout
         self.layer_context = stack.layer_context
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
-        from topograd.exec.stage_cache import StageCache
-
-        return [StageCache(self.stack, planned, capacity) for planned in plan.stages]
+        return [self.stage_cache(self.stack, planned, capacity) for planned in plan.stages]
 
 
 def device_of(stack: Stack) -> torch.device:
