@@ -78,7 +78,11 @@ class GGUFFile:
         tensors = header.begin()
         self.metadata = dict(header.entries())
         infos = [header.tensor_info() for _ in range(tensors)]
-        self.tensors = _placed(infos, header, _alignment(self.metadata, self.path), self._gguf)
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
+            problem = f"has the alignment {_short(alignment)}, not a power of two from 8 to {2**20}"
+            raise _refused(self.path, problem)
+        self.tensors = _placed(infos, header, alignment, self._gguf)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as float32. One that the file holds as F32 is a view of the file, never written back."""
@@ -114,7 +118,11 @@ def write_gguf(
             f"GGUF tensors cannot be written as {kind!r}", remedy=f"give {', '.join(WRITTEN_KINDS)}"
         )
     gguf = _gguf()
-    kinds = {name: gguf.GGMLQuantizationType[_written_kind(t, kind)] for name, t in tensors.items()}
+    kinds = {}
+    for name, tensor in tensors.items():
+        whole = tensor.dim() < 2 or not kind.startswith("Q") or not tensor.shape[-1] % 32
+        written = "F32" if tensor.dim() < 2 else kind if whole else "F16"
+        kinds[name] = gguf.GGMLQuantizationType[written]
     with replacing(path) as temporary:
         writer = gguf.GGUFWriter(temporary, metadata["general.architecture"])
         for key, value in metadata.items():
@@ -242,9 +250,8 @@ def _placed(
         if name in found:
             raise _refused(path, f"has {what} twice")
         if number not in numbers:
-            raise _refused(
-                path, f"has {what} of kind {_kind_name(number, gguf)}; read are {', '.join(KINDS)}"
-            )
+            kind = next((k.name for k in gguf.GGMLQuantizationType if k.value == number), number)
+            raise _refused(path, f"has {what} of kind {kind}; read are {', '.join(KINDS)}")
         kind = numbers[number]
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         if (shape[-1] if shape else 1) % block:
@@ -270,13 +277,6 @@ def _placed(
             )
         end = entry.offset + entry.nbytes
     return found
-
-
-def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
-        raise _refused(path, f"has the alignment {_short(alignment)}, not a power of two from 8 to {2**20}")
-    return alignment
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -313,19 +313,6 @@ def _typed(value: Any, types: Any) -> tuple[Any, Any, Any]:
 
 def _scalar_type(dtype: np.dtype, types: Any) -> Any:
     return types(next(number for number, letter in _SCALARS.items() if np.dtype(letter) == dtype))
-
-
-def _written_kind(tensor: Tensor, kind: str) -> str:
-    if tensor.dim() < 2:
-        return "F32"
-    return "F16" if kind.startswith("Q") and tensor.shape[-1] % 32 else kind
-
-
-def _kind_name(number: int, gguf: ModuleType) -> str:
-    try:
-        return str(gguf.GGMLQuantizationType(number).name)
-    except ValueError:
-        return str(number)
 
 
 def _gguf() -> ModuleType:

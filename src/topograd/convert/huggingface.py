@@ -76,12 +76,9 @@ def local_model(model: Path | str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
     except Exception as problem:  # of the hub, the network or the file system, whatever its class
         reason = " ".join(str(problem).split())[:200] or type(problem).__name__
-        raise CheckpointError(
-            f"{model} cannot be had from the hub ({reason})",
-            setting="model",
-            given=str(model),
-            remedy=f"correct the name ({HUB}ORG/NAME), or give the folder of a copy",
-        ) from problem
+        message = f"{model} cannot be had from the hub ({reason})"
+        remedy = f"correct the name ({HUB}ORG/NAME), or give the folder of a copy"
+        raise CheckpointError(message, setting="model", given=str(model), remedy=remedy) from problem
 
 
 def load(folder: Path, dtype: torch.dtype | None = None) -> Loaded:

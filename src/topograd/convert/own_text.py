@@ -97,9 +97,8 @@ class OwnText:
         """The text in `folder`, if it is of these weights."""
         file = Path(folder) / NAME
         if not file.is_file():
-            raise RunError(
-                f"{folder} holds no text of a model", remedy="make some with: topograd retrofit RUN"
-            )
+            remedy = "make some with: topograd retrofit RUN"
+            raise RunError(f"{folder} holds no text of a model", remedy=remedy)
         values = read_json(file)
         try:
             if values["format"] != FORMAT or values["version"] != VERSION:
@@ -108,9 +107,8 @@ class OwnText:
         except (KeyError, TypeError, ValueError) as problem:
             raise RunError(f"{file} is damaged ({problem})", remedy=f"delete {folder}") from None
         if of != weights:
-            raise RunError(
-                f"{folder} holds the text of a model with other weights", remedy="give another folder"
-            )
+            problem = f"{folder} holds the text of a model with other weights"
+            raise RunError(problem, remedy="give another folder")
         return cls(Path(folder), weights, config)
 
     @property
@@ -129,14 +127,9 @@ class OwnText:
 
     def take(self, rows: Sequence[int]) -> Block:
         """These rows, of any blocks."""
-        parts: list[list[Tensor]] = [[], [], []]
-        for row in rows:
-            block, place = divmod(row, self.config.rows)
-            for part, tensor in zip(
-                parts, _read(self.blocks[block], ("tokens", "own", "states"), place), strict=True
-            ):
-                part.append(tensor)
-        tokens, own, states = (torch.stack(part) for part in parts)
+        places = [divmod(row, self.config.rows) for row in rows]
+        each = [_read(self.blocks[block], ("tokens", "own", "states"), place) for block, place in places]
+        tokens, own, states = (torch.stack(part) for part in zip(*each, strict=True))
         return Block(tokens.long(), own.bool(), states.float())
 
 
@@ -164,9 +157,8 @@ def write_own_text(
     """Let the model write until there are at least `tokens` tokens; go on behind what is there."""
     config = config or OwnTextConfig()
     if config.length > engine.context:
-        raise ConfigError(
-            f"rows have {config.length} tokens and the model reads {engine.context}", remedy="give less"
-        )
+        problem = f"rows have {config.length} tokens and the model reads {engine.context}"
+        raise ConfigError(problem, remedy="give less")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder / "lock"):
@@ -175,9 +167,8 @@ def write_own_text(
             write_json(folder / NAME, about)
         text = OwnText.open(folder, weights)
         if text.config != config:
-            raise RunError(
-                f"{folder} was written with {text.config}, not {config}", remedy="give another folder"
-            )
+            problem = f"{folder} was written with {text.config}, not {config}"
+            raise RunError(problem, remedy="give another folder")
         for file in text.blocks:
             _verify(file)
         while text.tokens < tokens:

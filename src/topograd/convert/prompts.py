@@ -150,18 +150,16 @@ class Row:
         """The next beginning; `ended` says whether the model itself ended what came before."""
         if self.chats and self.prompts.chat is not None:
             chat, first = self.prompts.chat, not (self._begun and ended)
-            tokens = [*(chat.first if first else chat.later), *self._question(), *chat.behind]
+            template = self.generator.choice(TEMPLATES)
+            subjects = self.generator.sample(SUBJECTS, template.count("{}"))
+            question = self.prompts.tokenizer.encode(template.format(*subjects))
+            tokens = [*(chat.first if first else chat.later), *question, *chat.behind]
             if first and self._begun:
                 tokens.insert(0, self.prompts.tokenizer.separator)
         else:
             tokens = [self.prompts.tokenizer.separator, *self._excerpt()]
         self._begun = True
         return tokens
-
-    def _question(self) -> list[int]:
-        template = self.generator.choice(TEMPLATES)
-        subjects = self.generator.sample(SUBJECTS, template.count("{}"))
-        return self.prompts.tokenizer.encode(template.format(*subjects))
 
     def _excerpt(self) -> list[int]:
         document = self.generator.choice(self.prompts.documents).text

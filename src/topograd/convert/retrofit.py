@@ -79,12 +79,8 @@ def retrofit(
     """
     config, began = config or RetrofitConfig(), time.perf_counter()
     if init is not None and (config.depths, config.slots) != (1, 1):
-        raise ConfigError(
-            "a draft stage that is taught on keeps its depths and slots",
-            setting="init",
-            given=init,
-            remedy="leave --depths and --slots out",
-        )
+        problem = "a draft stage that is taught on keeps its depths and slots"
+        raise ConfigError(problem, setting="init", given=init, remedy="leave --depths and --slots out")
     folder = retrofit_folder(session) if out is None else Path(out)
     check_room(session, folder)
     work = folder.with_name(f"{folder.name}.work") if text is None else Path(text)
@@ -97,7 +93,9 @@ def retrofit(
     if init is None:
         counted = torch.from_numpy(tokens[learning])
         vocabulary = rank_tokens(counted, session.config.model.vocab, config.vocabulary)
-        depths = read_exits(len(session.plan.predicting()), config.depths)
+        last = len(session.plan.predicting()) - 1
+        count = min(config.depths, last + 1)
+        depths = [last - i * last // max(count - 1, 1) for i in reversed(range(count))]  # equally far apart
         stage = DraftStage(session.stack, vocabulary, depths, config.slots)
     else:
         stage = open_retrofit(session, init).stage.train().requires_grad_(True)
@@ -139,24 +137,16 @@ def retrofit(
     }
 
 
-def read_exits(exits: int, depths: int) -> list[int]:
-    """The exits, from 0, whose states a draft stage reads: the last, and earlier ones at equal distances."""
-    count = min(depths, exits)
-    return [exits - 1 - i * (exits - 1) // max(count - 1, 1) for i in reversed(range(count))]
-
-
 def check_room(session: LoadedTextRun, folder: Path) -> None:
     """Refuse, before long work, a folder that cannot be the adapter and a model that cannot have one."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(
-            f"{folder} exists and is not an empty folder", remedy="pass another --out, or remove it"
-        )
+        remedy = "pass another --out, or remove it"
+        raise RunError(f"{folder} exists and is not an empty folder", remedy=remedy)
     prediction = session.plan.prediction
     if prediction.full != ((session.plan.last, 1.0),):
-        raise ConfigError(
-            f"{session.run.folder} predicts by several stages ({prediction.kind})",
-            remedy="a draft stage hears one: retrofit a model that predicts by its last stage",
-        )
+        problem = f"{session.run.folder} predicts by several stages ({prediction.kind})"
+        remedy = "a draft stage reads one: retrofit a model that predicts by its last stage"
+        raise ConfigError(problem, remedy=remedy)
     DraftStage(session.stack, torch.arange(2))
 
 

@@ -25,7 +25,7 @@ from topograd.decode.sampling import Sampling, draw, not_finite
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
 from topograd.exec.stage_cache import is_causal
-from topograd.runtime.protocol import ArrayReadout, Runtime, TorchRuntime, inference
+from topograd.runtime.protocol import ArrayRuntime, Runtime, TorchRuntime, inference
 from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.plan import AnyPlan, Plan
 
@@ -85,7 +85,7 @@ class Engine:
             assert stack is not None
             runtime = TorchRuntime(stack.for_decoding() if self.keeps_states else stack)
         self.runtime, self._given = runtime, stack
-        self._readout = runtime if isinstance(runtime, ArrayReadout) else None
+        self._readout = runtime if isinstance(runtime, ArrayRuntime) else None
         self.context = context
         self.exits = self.plan.predicting()
         """The stages that predict."""

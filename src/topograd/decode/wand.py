@@ -64,6 +64,7 @@ class Wand(DecodeStrategy):
                 remedy="calibrate this run again",
             )
         self.engine, self.exit = engine, engine.last
+        self.thresholds = tuple(thresholds)
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
         self.bounds = bounds
         """For each exit a bound on the rival gain, to prune candidates with; None reads all of them."""

@@ -37,10 +37,11 @@ from topograd.decode.cache import Batch
 from topograd.decode.calibration.store import open_pool
 from topograd.decode.engine import Engine
 from topograd.decode.exit_pool import ExitPool, PooledExits, kind_of
+from topograd.decode.strategies import PathEnsemble
 from topograd.errors import ConfigError
 from topograd.exec.forward import predict
 from topograd.runs.session import LoadedTextRun
-from topograd.topology.branches import parse_branches, parse_path, path_name
+from topograd.topology.branches import parse_branches, parse_path
 from topograd.topology.prediction import Terms
 
 BATCH_TOKENS = 512
@@ -197,17 +198,10 @@ def depth_of(engine: Engine, depth: str) -> tuple[Engine, list[Terms]]:
         part, terms = each[int(rest) - 1]
         return part, [terms]
     if kind in ("path", "branches"):
-        weights = {parse_path(rest): 1.0} if kind == "path" else parse_branches(rest)
-        for path in weights:
-            if path[-1] not in engine.exits:
-                problem = f"path {path_name(path)} ends at a stage that does not predict"
-                remedy = f"these do: {', '.join(str(k + 1) for k in engine.exits)}"
-                raise ConfigError(problem, setting="depth", given=depth, remedy=remedy)
-        branched, ends = engine.branched(list(weights))
-        total = sum(weights.values())
-        after = branched.plan.prediction.after
-        paths = zip(ends, weights.values(), strict=True)
-        return branched, [tuple((k, w * weight / total) for end, weight in paths for k, w in after(end))]
+        pool = PathEnsemble(engine, {parse_path(rest): 1.0} if kind == "path" else parse_branches(rest))
+        total, after = sum(pool.weights), pool.engine.plan.prediction.after
+        paths = zip(pool.ends, pool.weights, strict=True)
+        return pool.engine, [tuple((k, w * weight / total) for end, weight in paths for k, w in after(end))]
     raise ConfigError(f"depth {depth!r} is unknown", setting="depth", given=depth, remedy=f"use {DEPTHS}")
 
 

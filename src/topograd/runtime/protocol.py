@@ -55,15 +55,10 @@ class ChainStageCache(Protocol):
 
 @runtime_checkable
 class ArrayRuntime(Protocol):
-    """A runtime that embeds packed tokens as arrays."""
+    """A runtime that embeds packed tokens and reads hidden states as arrays."""
 
     def embed_array(self, tokens: Sequence[int], previous: Sequence[int]) -> NDArray[Any]:
         """x0 (N, width); `previous` is the token before each of them, -1 where there is none."""
-
-
-@runtime_checkable
-class ArrayReadout(Protocol):
-    """A runtime that reads hidden states as arrays."""
 
     def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
         """Logits (N, vocab) of hidden states (N, width) by the head of `stage`."""

@@ -329,11 +329,7 @@ class NativeRuntime(OperatorRuntime):
 
     def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
         which, factors = self._read_by(stage)
-        if factors is None:
-            return self.head(which)(h)
-        import torch
-
-        return self._logits(torch.from_numpy(h), stage).numpy()
+        return self.head(which)(h) if factors is None else super().readout_array(h, stage)
 
     def head(self, which: int) -> Head:
         """A head, packed at first use."""
