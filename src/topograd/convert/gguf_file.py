@@ -114,9 +114,8 @@ def write_gguf(
     numpy values and arrays keep their type. `metadata` must name `general.architecture`.
     """
     if kind not in WRITTEN_KINDS:
-        raise ConfigError(
-            f"GGUF tensors cannot be written as {kind!r}", remedy=f"give {', '.join(WRITTEN_KINDS)}"
-        )
+        problem = f"GGUF tensors cannot be written as {kind!r}"
+        raise ConfigError(problem, remedy=f"give {', '.join(WRITTEN_KINDS)}")
     gguf = _gguf()
     kinds = {}
     for name, tensor in tensors.items():

@@ -113,9 +113,8 @@ def _open(source: Path, opened: ExitStack) -> Source:
     if source.is_file():
         return _open_gguf(source)
     remedy = "give a Hugging Face folder, a GGUF file or hf:ORG/NAME"
-    raise CheckpointError(
-        f"there is no model at {source}", setting="source", given=str(source), remedy=remedy
-    )
+    problem = f"there is no model at {source}"
+    raise CheckpointError(problem, setting="source", given=str(source), remedy=remedy)
 
 
 def _open_folder(folder: Path, opened: ExitStack) -> Source:

@@ -63,10 +63,9 @@ def _converted(source: Path) -> Path:
     try:
         descriptor = os.open(entry / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise RunError(
-            f"{source} must be converted, and the cache {models} cannot be written ({problem.strerror})",
-            remedy=f"set XDG_CACHE_HOME, or run: topograd import {source} --out DIR",
-        ) from None
+        message = f"{source} must be converted, and the cache {models} cannot be written ({problem.strerror})"
+        remedy = f"set XDG_CACHE_HOME, or run: topograd import {source} --out DIR"
+        raise RunError(message, remedy=remedy) from None
     try:
         lock_file(descriptor, wait=True)
         made = [path for path in entry.iterdir() if path.name[0] != "." and path.is_dir()]

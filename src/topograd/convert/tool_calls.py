@@ -280,9 +280,8 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             text = call["function"].get("arguments") or "{}"
             arguments = _object(text)
             if not isinstance(arguments, dict):
-                raise ConfigError(
-                    "the arguments of a call are no JSON object", setting="messages", given=text[:40]
-                )
+                problem = "the arguments of a call are no JSON object"
+                raise ConfigError(problem, setting="messages", given=text[:40])
             calls.append({**call, "function": {**call["function"], "arguments": arguments}})
         made.append({**message, **({"tool_calls": calls} if calls else {})})
     return made

@@ -73,9 +73,8 @@ def bench_decode(
     text = heldout_text(session, None, settings.bytes)
     seen, unseen = heldout_readings(session, text, engine=engine).split()
     if not len(seen) or not len(unseen):
-        raise ConfigError(
-            setting="bytes", given=settings.bytes, allowed="enough for two windows of held-out text"
-        )
+        allowed = "enough for two windows of held-out text"
+        raise ConfigError(setting="bytes", given=settings.bytes, allowed=allowed)
     calibration = Calibration.of(seen, session.step)
     tuning = tune(engine, text, open_retrofit(session) if has_retrofit(session) else None)
     prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)

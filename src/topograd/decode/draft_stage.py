@@ -94,9 +94,8 @@ class DraftStageDrafter(TwinDrafter):
 
     def __init__(self, engine: Engine, stage: DraftStage, rule: DraftRule | None = None) -> None:
         if not engine.keeps_states:
-            raise ConfigError(
-                "a draft stage needs a model that keeps its states while it decodes", setting="engine"
-            )
+            problem = "a draft stage needs a model that keeps its states while it decodes"
+            raise ConfigError(problem, setting="engine")
         self.stage, self.rule, self.context = stage, rule or STAGE_RULE, engine.context
         self.vocabulary: Tensor | None = stage.vocabulary
         self.most = MAX_DRAFT if stage.masks is None else stage.slots

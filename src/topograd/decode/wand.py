@@ -57,12 +57,9 @@ class Wand(DecodeStrategy):
             remedy = "calibrate this run again"
             raise ConfigError(problem, setting="thresholds", given=list(thresholds), remedy=remedy)
         if bounds is not None and len(bounds) != engine.last:
-            raise ConfigError(
-                f"{len(bounds)} bounds for {engine.last} exits",
-                setting="bounds",
-                given=list(bounds),
-                remedy="calibrate this run again",
-            )
+            problem = f"{len(bounds)} bounds for {engine.last} exits"
+            remedy = "calibrate this run again"
+            raise ConfigError(problem, setting="bounds", given=list(bounds), remedy=remedy)
         self.engine, self.exit = engine, engine.last
         self.thresholds = tuple(thresholds)
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]

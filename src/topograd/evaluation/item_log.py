@@ -77,9 +77,8 @@ class ItemLog:
         except RunError:
             raise
         except (ValueError, KeyError, TypeError):
-            raise RunError(
-                f"{path} is damaged", setting="log", given=path, remedy="move it away and evaluate again"
-            ) from None
+            remedy = "move it away and evaluate again"
+            raise RunError(f"{path} is damaged", setting="log", given=path, remedy=remedy) from None
         if len(whole) < len(data):
             with path.open("r+b") as file:
                 file.truncate(len(whole))

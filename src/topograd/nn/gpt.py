@@ -17,7 +17,6 @@ class GPT(Transformer):
 
     def __init__(self, config: GPTConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
-            raise StackError(
-                setting="config", given=sorted(settings), allowed="given alone, without other settings"
-            )
+            allowed = "given alone, without other settings"
+            raise StackError(setting="config", given=sorted(settings), allowed=allowed)
         super().__init__(config or build_dataclass(GPTConfig, settings))

@@ -347,9 +347,8 @@ class PositionCosts:
 
     def __post_init__(self) -> None:
         if len(self.verify) < 2 or min(self.verify) < 1:
-            raise ConfigError(
-                setting="verify", given=sorted(self.verify), allowed="seconds of at least two sizes from 1 up"
-            )
+            allowed = "seconds of at least two sizes from 1 up"
+            raise ConfigError(setting="verify", given=sorted(self.verify), allowed=allowed)
         for name, seconds, least in (
             *(("verify", value, math.ulp(0)) for value in self.verify.values()),
             *((name, getattr(self, name), 0.0) for name in ("draft", "keep", "uneven", "start")),

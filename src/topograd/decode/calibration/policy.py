@@ -77,9 +77,8 @@ class Acceptance:
     def __post_init__(self) -> None:
         lengths = {len(self.bounds), len(self.rates), len(self.weights)}
         if not self.rates or len(lengths) > 1 or list(self.bounds) != sorted(self.bounds):
-            raise ConfigError(
-                setting="bounds", given=self.bounds, allowed="ascending, with a rate and a share for each"
-            )
+            allowed = "ascending, with a rate and a share for each"
+            raise ConfigError(setting="bounds", given=self.bounds, allowed=allowed)
         for name, values in (("rates", self.rates), ("shares", self.weights)):
             if not all(0 <= value <= 1 for value in values):
                 raise ConfigError(setting=name, given=values, allowed="numbers of 0..1")
@@ -248,11 +247,8 @@ def thresholds(
 def exits(readings: Readings, thresholds: Sequence[float]) -> Tensor:
     """(n,) long: the stage at which each token leaves; K-1 where it goes all the way."""
     if len(thresholds) != readings.stages - 1:
-        raise ConfigError(
-            setting="thresholds",
-            given=list(thresholds),
-            allowed=f"{readings.stages - 1} numbers, one for each stage but the last",
-        )
+        allowed = f"{readings.stages - 1} numbers, one for each stage but the last"
+        raise ConfigError(setting="thresholds", given=list(thresholds), allowed=allowed)
     limits = torch.tensor([*thresholds, -math.inf], dtype=torch.float64)
     return (readings.margin > limits[:, None]).int().argmax(0)  # the first of the largest
 

@@ -200,8 +200,5 @@ class ImageConfig(ModelSpec):
             allowed = f"one width for a vit, a multiple of its {self.heads} heads"
             raise StackError(setting="widths", given=self.own_widths, allowed=allowed)
         if self.shape[1] % self.patch_size or self.shape[2] % self.patch_size:
-            raise StackError(
-                setting="patch",
-                given=self.patch_size,
-                allowed=f"a divisor of {self.shape[1]} and {self.shape[2]}",
-            )
+            allowed = f"a divisor of {self.shape[1]} and {self.shape[2]}"
+            raise StackError(setting="patch", given=self.patch_size, allowed=allowed)

@@ -167,11 +167,8 @@ def adapt_torchvision(model: nn.Module, images: Tensor | None = None) -> Torchvi
     elif all(hasattr(model, name) for name in _VIT):
         stack = VisionTransformerStack(model)
     else:
-        raise StackError(
-            setting="model",
-            given=type(model).__name__,
-            allowed="a ResNet or VisionTransformer of torchvision",
-        )
+        allowed = "a ResNet or VisionTransformer of torchvision"
+        raise StackError(setting="model", given=type(model).__name__, allowed=allowed)
     if images is not None:
         stack.verify(images)
     return stack
