@@ -74,20 +74,20 @@ class CallFormat:
         """
 
         def marker(text: str) -> str:
-            return f"<[{tokens[text]}]>" if text in tokens else _quoted(text)
+            return f"<[{tokens[text]}]>" if text in tokens else json.dumps(text)
 
         numbered = list(enumerate(tools.items()))
         if self is NAMED:
-            heads = [f"{_quoted(name)} {marker('[ARGS]')} args_{i}" for i, (name, _) in numbered]
+            heads = [f"{json.dumps(name)} {marker('[ARGS]')} args_{i}" for i, (name, _) in numbered]
         else:
-            begins = [_quoted(f'{{"name": "{name}", "{self.key}": ') for name in tools]
+            begins = [json.dumps(f'{{"name": "{name}", "{self.key}": ') for name in tools]
             heads = [f'{begin} args_{i} "}}"' for i, begin in enumerate(begins)]
         opening = marker(self.opening)
 
         def again(item: str, between: str = "") -> str:
             return f" ({between} {item}){{0,{MAX_CALLS - 1}}}" if several else ""
 
-        line, comma, semicolon = map(_quoted, ("\n", ", ", "; "))
+        line, comma, semicolon = map(json.dumps, ("\n", ", ", "; "))
         calls = {
             "hermes": f"tagged{again('tagged', line)}\n"
             f"tagged: {opening} {line} call {line} {marker(self.closing)}",
@@ -105,10 +105,6 @@ HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")
 LLAMA = CallFormat("llama", "<|python_tag|>", key="parameters", bare=True)
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]")
 NAMED = CallFormat("named", "[TOOL_CALLS]")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
 
 
 def _schema(schema: Mapping[str, Any]) -> str:

@@ -45,6 +45,8 @@ from topograd.errors import ConfigError
 
 Guess = tuple[int, float]
 """A token that was looked up, and its score."""
+Guesses = Mapping[str, abc.Sequence[Guess]]
+"""By drafter."""
 MAX_DRAFT = 64
 MAX_BATCH_DRAFT = 3
 """Of each sequence where several are verified together: attention is as wide as the longest draft."""
@@ -132,12 +134,7 @@ class DraftPolicy(Protocol):
     """Which guesses are made and kept."""
 
     def choose(
-        self,
-        place: int,
-        chance: float,
-        guesses: Mapping[str, abc.Sequence[Guess]],
-        computed: str | None,
-        sequences: int,
+        self, place: int, chance: float, guesses: Guesses, computed: str | None, sequences: int
     ) -> tuple[str | None, int]:
         """Who drafts at this place of a draft, and how many tokens; (None, 0) ends the draft."""
 
@@ -164,12 +161,7 @@ class FirstMatchPolicy(DraftPolicy):
         self.rules = rules
 
     def choose(
-        self,
-        place: int,
-        chance: float,
-        guesses: Mapping[str, abc.Sequence[Guess]],
-        computed: str | None,
-        sequences: int,
+        self, place: int, chance: float, guesses: Guesses, computed: str | None, sequences: int
     ) -> tuple[str | None, int]:
         for name, rule in self.rules.items():
             if name == computed and place < rule.longest:

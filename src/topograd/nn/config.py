@@ -231,7 +231,7 @@ class GPTConfig(BlockConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig(GPTConfig):
-    """The shape of a masked encoder (`nn/encoder.py`); `vocab` is the tokenizer's, without the mask."""
+    """The shape of a masked encoder (`nn/gpt.py`); `vocab` is the tokenizer's, without the mask."""
 
     task: ClassVar[Task] = "masked"
 
@@ -252,7 +252,7 @@ class EncoderConfig(GPTConfig):
         return super().from_dict("gpt", table)
 
     def build(self, topology: Topology) -> Stack:
-        from topograd.nn.encoder import Encoder
+        from topograd.nn.gpt import Encoder
 
         return Encoder(replace(self, layers=topology.layers, vocab=self.vocab + 1))
 

@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from topograd.decode.calibration.measure import EPS, Calibration, PositionCosts, Readings
-from topograd.decode.drafters import DraftPolicy, Guess
+from topograd.decode.drafters import DraftPolicy, Guesses
 from topograd.errors import ConfigError, DataError
 
 MAX_STEPS = 16
@@ -187,12 +187,7 @@ class ExpectedGainPolicy(DraftPolicy):
         return value
 
     def choose(
-        self,
-        place: int,
-        chance: float,
-        guesses: Mapping[str, Sequence[Guess]],
-        computed: str | None,
-        sequences: int,
+        self, place: int, chance: float, guesses: Guesses, computed: str | None, sequences: int
     ) -> tuple[str | None, int]:
         drafter: str | None = None
         count, most = 0, 0.0
