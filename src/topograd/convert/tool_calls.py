@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topograd.decode.grammar import SPACES
+from topograd.decode.text import held_from
 from topograd.errors import ConfigError
 
 MAX_CALLS = 16
@@ -160,7 +161,7 @@ class CallParser:
             return [Delta(content)]
         cut = 0 if self._trim else len(held)
         if not last:
-            cut = len(held[: _beginning(held, opening)].rstrip())
+            cut = len(held[: held_from(held, [opening], len(opening))].rstrip())
         released, self._held = held[:cut], self._held[cut:]
         self._begun |= bool(released)
         return [Delta(released)] if released else None
@@ -252,12 +253,6 @@ class CallParser:
             return None
         self._held, self._state = self._held[place + 1 :], self._head
         return []
-
-
-def _beginning(text: str, tag: str) -> int:
-    """Where the longest end of a text begins that is the beginning of a tag."""
-    starts = range(max(0, len(text) - len(tag) + 1), len(text))
-    return next((start for start in starts if tag.startswith(text[start:])), len(text))
 
 
 def _object(text: str) -> Any:

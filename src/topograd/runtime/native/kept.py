@@ -39,7 +39,7 @@ from topograd.errors import DataError, RunError
 from topograd.files import dump_json, read_json, replacing, write_atomic
 from topograd.runtime.native import library
 from topograd.runtime.native.library import FORMATS, Layer, Matrix, Norm, default_threads
-from topograd.runtime.native.packing import ALIGNED, BEHIND, Memory
+from topograd.runtime.native.packing import ALIGNED, BEHIND
 from topograd.runtime.native.runtime import Head, NativeRuntime
 from topograd.runtime.quantize import Precision, Quantized
 from topograd.topology.plan import Plan, PlannedStage
@@ -118,8 +118,8 @@ def _described(runtime: NativeRuntime, heads: list[int], parts: _Parts) -> Table
     layers = [runtime.layer(index) for index in range(len(stack.layers))]
     read_by = {head: head if stack.has_head(head) else -1 for head in heads}
     packed = {which: runtime.head(which) for which in sorted(set(read_by.values()))}
-    parts.add_memory([runtime.memory, *(head.memory for head in packed.values())])
-    for array in runtime.kept:
+    blocks = [runtime.memory, *(head.memory for head in packed.values())]
+    for array in [*(block.filled() for block in blocks if block is not None), *runtime.kept]:
         parts.add(array)
     turns = {} if traits.learned_positions else runtime.rotations(min(stack.context, REACH))
     made = {name: each for name, each in runtime.made.items() if name.startswith("head")}
@@ -149,11 +149,6 @@ class _Parts:
         self.size = 0
         self._starts: list[tuple[int, int, int]] = []
         """Addresses in memory, in order: start, stop, and the place in the file."""
-
-    def add_memory(self, blocks: Iterable[Memory | None]) -> None:
-        for block in blocks:
-            if block is not None:
-                self.add(block.filled())
 
     def add(self, array: NDArray[Any]) -> int:
         """Its place in the file."""
