@@ -1,7 +1,7 @@
 """Renders a chat template, once or many times: a request on standard input, the answers on standard output.
 
 It is a program of its own, run by `topograd.convert.chat` with limits on memory and time, since a template
-is a program of somebody else's. It imports nothing of this package.
+comes from outside. It imports nothing of this package.
 
 The environment is transformers': an immutable sandbox, `trim_blocks`, `lstrip_blocks`, `break` and
 `continue`, `{% generation %}` blocks, `tojson` without HTML's escapes, `raise_exception`, `strftime_now`, and

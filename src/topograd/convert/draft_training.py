@@ -7,7 +7,7 @@ head; q^{(j)} is the stage's, unrolled j times on its own states, or its slot j 
 Positions whose next token is outside the draft vocabulary do not count. The base is not run and not changed.
 
 Matrices learn by Muon, gains by AdamW, with a linear warmdown. In a folder the training is saved every
-SAVE_SECONDS, and the same call goes on from there (`training/trainer.py`); batches are a function of the seed
+SAVE_SECONDS, and the same call resumes it (`training/trainer.py`); batches are a function of the seed
 and the step.
 
 Cost a token: 6 multiply-adds a parameter and step, and 4 |V| width for the frozen head. Source: "EAGLE-3"
@@ -101,7 +101,7 @@ def train_draft_stage(
     work: Path | None = None,
     on_step: OnStep | None = None,
 ) -> None:
-    """Teach the stage; with a `work` folder it goes on where a training that was stopped has been."""
+    """Train the stage; with a `work` folder a stopped training is resumed."""
     folder = None if work is None else work / "draft-training"
     train_task(DraftTask(stage, text, config or DraftTraining()), folder, on_step)
 

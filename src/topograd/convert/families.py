@@ -42,7 +42,7 @@ _HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}
 
 
 def config_of(settings: Mapping[str, Any]) -> TransformerConfig:
-    """Our settings from those of a config.json; what is not supported is refused by name."""
+    """Our settings from those of a config.json; what is not supported raises ConfigError."""
     family = _family(settings)
     try:
         return TransformerConfig(**_fields(_Settings(settings, family), family))
@@ -412,7 +412,7 @@ def stack_of(model: Any) -> Transformer:
 
 
 def _refuse_changed(name: str, module: nn.Module, epsilon: float) -> None:
-    """Refuse a module that somebody has put in another's place: it may compute something else."""
+    """Raise ConfigError for a module that replaces one of transformers: it may compute something else."""
     if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
         problem = f"{name} is a {type(module).__name__}, which is not of transformers"
         raise ConfigError(problem, remedy="merge adapters, undo quantization")

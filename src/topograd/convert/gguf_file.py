@@ -96,7 +96,7 @@ class GGUFFile:
         block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         result = np.empty(math.prod(entry.shape), dtype=np.float32)
         step = _CHUNK_ELEMENTS // block * block
-        with np.errstate(all="ignore"):  # damaged scales give infinities; whoever runs the model sees them
+        with np.errstate(all="ignore"):  # damaged scales give infinities, which show when the model runs
             for start in range(0, len(result), step):
                 end = min(start + step, len(result))
                 part = raw[start // block * block_bytes : end // block * block_bytes]

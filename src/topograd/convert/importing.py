@@ -48,7 +48,7 @@ from topograd.runs.session import bind_tokenizer, open_session
 from topograd.runs.topology_config import TopologyConfig
 
 CONTEXT = 2048
-"""Positions that a run of an imported model sees, where it was made for more and nobody asks for them."""
+"""Positions that a run of an imported model sees, where it was made for more and none are asked for."""
 EVAL_BYTES = 20_000
 MAX_JSON = 2**26
 

@@ -9,7 +9,7 @@
     run.py                at most 66 lines of onnxruntime and numpy: verify the files, write those texts again
 
 A text's margins say how far ahead the best logit of each stage must be for a token to leave after it. Limits:
-chains whose stages hear the one before them, that predict by their last stage; float32.
+chains whose stages read the one before them and that predict by their last stage; float32.
 """
 
 from __future__ import annotations

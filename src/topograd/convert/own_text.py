@@ -3,7 +3,7 @@
 A batch of rows is written token by token; what the stages computed for it is in the cache, so keeping it
 costs nothing but disk. A row is a few texts one after the other: a given beginning (`prompts.py`), and the
 model's own continuation until it ends, repeats itself, or has gone on for `LONGEST` tokens. All rows have one
-length, so that they go on side by side. Every fourth row is sampled, the others are greedy.
+length, so that they continue side by side. Every fourth row is sampled, the others are greedy.
 
     own-text.json               of which weights, how long a row is, which stages, the seed
     block-00000.safetensors     tokens (rows, length) int32
@@ -12,7 +12,7 @@ length, so that they go on side by side. Every fourth row is sampled, the others
 
 A block is a function of the seed and its number and is written whole, with a SHA-256 of its tensors: a kill
 loses one, and the same call writes what is missing. States have rms 1, since a readout begins with a norm:
-the size of h is not heard by it (up to its ε).
+it does not depend on the size of h (up to its ε).
 
 Cost: one row at full depth a token, in batches where a matrix is read once for all rows; 2 stages · width
 bytes a token. Source of the recipe: "EAGLE" (Li et al. 2024) §3.2, which trains on the text of the model's
@@ -154,7 +154,7 @@ def write_own_text(
     config: OwnTextConfig | None = None,
     on_tokens: OnTokens | None = None,
 ) -> OwnText:
-    """Let the model write until there are at least `tokens` tokens; go on behind what is there."""
+    """Let the model write until there are at least `tokens` tokens; what is there is kept."""
     config = config or OwnTextConfig()
     if config.length > engine.context:
         problem = f"rows have {config.length} tokens and the model reads {engine.context}"

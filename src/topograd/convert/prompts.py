@@ -1,4 +1,4 @@
-"""Beginnings of texts, as many as are asked for, for a model to go on from: code, prose, questions.
+"""Prompts for a model to continue, as many as are asked for: code, prose, questions.
 
 What a drafter learns from is text that its model wrote itself, so what matters of a prompt is that the next
 one leads elsewhere. Two sources, both offline:

@@ -1,15 +1,15 @@
-"""Retrofit: what a frozen model can be given so that it writes faster, in a adapter; the base stays as it is.
+"""Retrofit: what a frozen model can be given, in an adapter, so that it writes faster; the base is unchanged.
 
-    own text     the model goes on from many beginnings, in batches; its states are kept (`own_text.py`)
-    draft stage  one layer that reads states one position late, taught on that (`draft_training.py`)
+    own text     the model continues many prompts, in batches; its states are kept (`own_text.py`)
+    draft stage  one layer that reads states one position late, trained on that (`draft_training.py`)
     table        what followed runs of tokens in that text (`decode/lookup.py`)
     exits        what the stages before the last predict, read through translators (`translators.py`)
 
 The text of a user, `data`, gives beginnings and rows that are read and not written, beside the model's own.
 The parameters of the base are read and never written: it is bit-identical before and after.
 
-Cost: a token of own text is a row at full depth in a batch, and the teaching about as much again. Both
-survive a kill and go on; the work is in the folder `text`, or beside the adapter until that is whole.
+Cost: a token of own text is a row at full depth in a batch, and the training about as much again. Both
+survive a kill and resume; the work is in the folder `text`, or beside the adapter until that is whole.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def retrofit(
 ) -> dict[str, Any]:
     """Make the adapter `out` of a run, by default its own `draft/`, and say what came of it.
 
-    `text` is a folder that keeps the model's own text, `init` a adapter whose stage is taught on; with
+    `text` is a folder that keeps the model's own text, `init` an adapter whose stage is trained further; with
     `exits`, the stages before the last are given readings that prefixes and `calibrate` then use.
     """
     config, began = config or RetrofitConfig(), time.perf_counter()
@@ -129,7 +129,7 @@ def retrofit(
         settings={"found": found, "config": asdict(config), "init": None if init is None else str(init)},
         card=_card(session, found),
     )
-    session.remembered.clear()  # it may be of a adapter that was there before
+    session.remembered.clear()  # it may be of an adapter that was there before
     if text is None:
         shutil.rmtree(work)
     return {"run": str(session.run.folder), "adapter": str(adapter.folder), **found} | {

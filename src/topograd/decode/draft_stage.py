@@ -3,7 +3,7 @@
 When a round begins, the model has run all tokens of a sequence but the last. The stage reads the tokens that
 are new to it with the model's own states, as one batch, and predicts behind the last.
 
-    a chain     goes on from there with its own states, a pass for each guess
+    a chain     continues with its own states, a pass for each guess
     a block     the same pass has its empty slots behind the last token, and guesses for all of them
 
 Its keys and values of true states stay; those of drafted tokens and of slots are overwritten in the next

@@ -9,7 +9,7 @@ One pass over the items gives every depth (`scoring.py`). Intervals are of a boo
 training; seven identical trainings of nanochat span 0.2512 to 0.2677.
 
 Items are scored in blocks that depend on nothing but their place, and each block is logged when it is done
-(`item_log.py`): an evaluation that was killed goes on with the block that it was in, to the same numbers.
+(`item_log.py`): an evaluation that was killed resumes at the block that it was in, to the same numbers.
 """
 
 from __future__ import annotations

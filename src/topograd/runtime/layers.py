@@ -11,7 +11,7 @@ whose width is a multiple of 16.
 
     last (rows,), total ()    the position of each row's last new column; how many positions the longest has
 
-*Packed*: hidden states (1, N, width), the new positions of any sequences one behind the other, so that
+*Packed*: hidden states (1, N, width), the new positions of any sequences concatenated, so that
 matrices see no padding. Only attention unpacks them, into a rectangle of S columns a row.
 
     positions (1, N)          for a rotation

@@ -1,6 +1,6 @@
 """Packed weights that are kept: written once for a model and a precision, then mapped.
 
-    CACHE/packed/KEY/weights      what `NativeRuntime` packs, embeddings and rotations, one behind the other
+    CACHE/packed/KEY/weights      what `NativeRuntime` packs, embeddings and rotations, concatenated
     CACHE/packed/KEY/about.json   where each part lies, the SHA-256 of the weights, and one of all this
 
 KEY is a digest of the model's weights and settings, the precision, and the layout: FORMAT, the kernels'
@@ -142,7 +142,7 @@ SETTINGS = ("normed", "learned", "scale", "known_positions", "softcap")
 
 
 class _Parts:
-    """Arrays that are to lie one behind the other, each at a multiple of ALIGNED."""
+    """Arrays that are concatenated in the file, each at a multiple of ALIGNED."""
 
     def __init__(self) -> None:
         self.arrays: list[NDArray[Any]] = []
