@@ -174,14 +174,13 @@ def write_own_text(
         while text.tokens < tokens:
             if on_tokens is not None:
                 on_tokens(text.tokens, tokens)
-            number = next(n for n in itertools.count() if not _block_file(folder, n).exists())
-            _save(_block_file(folder, number), _write_block(engine, prompts, config, number))
+            files = ((n, folder / f"block-{n:05d}.safetensors") for n in itertools.count())
+            number, file = next((n, file) for n, file in files if not file.exists())
+            tensors = _write_block(engine, prompts, config, number)
+            with replacing(file) as temporary, saving_tensors(file):
+                save_file(tensors, temporary, metadata={"sha256": tensors_digest(tensors)})
             text = OwnText.open(folder, weights)
     return text
-
-
-def _block_file(folder: Path, number: int) -> Path:
-    return folder / f"block-{number:05d}.safetensors"
 
 
 def _verify(file: Path) -> None:
@@ -196,12 +195,6 @@ def _verify(file: Path) -> None:
 
 def _unreadable(file: Path, problem: object) -> DataError:
     return DataError(f"{file} cannot be read ({problem})", remedy="delete it, and it is written again")
-
-
-def _save(file: Path, tensors: dict[str, Tensor]) -> None:
-    """A block, whole or not at all."""
-    with replacing(file) as temporary, saving_tensors(file):
-        save_file(tensors, temporary, metadata={"sha256": tensors_digest(tensors)})
 
 
 @torch.inference_mode()

@@ -132,18 +132,18 @@ class Grammar:
         if not 0 < len(texts) <= MAX_CHOICES or not all(texts):
             allowed = f"1 to {MAX_CHOICES} texts that are not empty"
             raise ConfigError(setting="choice", given=len(texts), allowed=allowed)
-        return cls("regex", "|".join(map(_literal, texts)))
+        # characters that stand for themselves, or by their numbers
+        spelled = (
+            "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+            for text in texts
+        )
+        return cls("regex", "|".join(spelled))
 
 
 def _check_length(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
         problem = f"a grammar has more than {MAX_CHARACTERS} characters"
         raise ConfigError(problem, setting="grammar", given=len(text), remedy="give fewer")
-
-
-def _literal(text: str) -> str:
-    """A regular expression that matches a text and nothing else."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 class _Vocabulary:

@@ -61,7 +61,14 @@ def store(
     entries |= {entry_name(runtime): (calibration, tuning)}
     values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **own}
     values["entries"] = {
-        name: {"calibration": calibration_dict(read), "tuning": tuning_dict(tuned)}
+        name: {
+            "calibration": calibration_dict(read),
+            "tuning": {
+                "greedy": selection_dict(tuned.greedy),
+                "sampled": selection_dict(tuned.sampled),
+                "costs": tuned.costs.as_dict(),
+            },
+        }
         for name, (read, tuned) in entries.items()
     }
     values["pool"] = kept if pool is None else pool.as_dict()
@@ -251,15 +258,6 @@ def _numbers(
 
 
 # The tuning
-
-
-def tuning_dict(tuning: Tuning) -> dict[str, Any]:
-    """Plain JSON."""
-    return {
-        "greedy": selection_dict(tuning.greedy),
-        "sampled": selection_dict(tuning.sampled),
-        "costs": tuning.costs.as_dict(),
-    }
 
 
 def selection_dict(selection: DrafterSelection | None) -> dict[str, Any] | None:
