@@ -107,8 +107,8 @@ class OwnText:
         except (KeyError, TypeError, ValueError) as problem:
             raise RunError(f"{file} is damaged ({problem})", remedy=f"delete {folder}") from None
         if of != weights:
-            problem = f"{folder} holds the text of a model with other weights"
-            raise RunError(problem, remedy="give another folder")
+            message = f"{folder} holds the text of a model with other weights"
+            raise RunError(message, remedy="give another folder")
         return cls(Path(folder), weights, config)
 
     @property

@@ -100,7 +100,10 @@ class DraftStageDrafter(TwinDrafter):
         self.vocabulary: Tensor | None = stage.vocabulary
         self.most = MAX_DRAFT if stage.masks is None else stage.slots
         self._runtime = runtime_like(engine, stage.stack)
-        self._runtime.stage_cache = _NativeJoin if isinstance(self._runtime, NativeRuntime) else _TorchJoin
+        if isinstance(self._runtime, NativeRuntime):
+            self._runtime.stage_cache = _NativeJoin
+        else:
+            self._runtime.stage_cache = _TorchJoin
         device = stage.vocabulary.device
         self._cache = Cache(self._runtime, Plan.of("1", 1), engine.context, device)
         (joined,) = self._cache.stages

@@ -145,9 +145,11 @@ class DraftPolicy(Protocol):
 
     def observe(self, name: str, promised: float, accepted: bool) -> None:
         """A guess with this promised chance was judged, behind accepted ones."""
+        return
 
     def forget(self) -> None:
         """Drop what was observed."""
+        return
 
     def pays(self, chances: abc.Sequence[abc.Sequence[float]]) -> bool:
         """Whether the drafts of a batch are verified, by the chance that each of their tokens is accepted."""
@@ -227,8 +229,8 @@ class CompositeDrafter:
             return False
         guesses = {lookup.name: lookup.find(sequence, draft.tokens, room - place) for lookup in self.lookups}
         if (processor := sequence.processor) is not None:  # up to the first that the grammar forbids
-            for name, found in guesses.items():
-                guesses[name] = found[: processor.fits(draft.tokens, [token for token, _ in found])]
+            for lookup, found in guesses.items():
+                guesses[lookup] = found[: processor.fits(draft.tokens, [token for token, _ in found])]
         computed = self.computing.name if self.computing and able and place < self.computing.most else None
         name, count = self.policy.choose(place, draft.chance, guesses, computed, sequences)
         if name is None or name == computed:

@@ -135,8 +135,8 @@ def read_items(task: Task, path: Path) -> list[Item]:
         raise DataError(f"{path} is not UTF-8", setting="file", given=path, remedy=remedy) from None
     items = [_item(task, path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if len(items) <= task.shots:
-        problem = f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each"
-        raise DataError(problem, setting="items", given=len(items), remedy=f"give at least {task.shots + 1}")
+        message = f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each"
+        raise DataError(message, setting="items", given=len(items), remedy=f"give at least {task.shots + 1}")
     random.Random(SHUFFLE_SEED).shuffle(items)
     return items
 

@@ -182,8 +182,8 @@ def _read(session: LoadedTextRun, again: str) -> _File:
         entries = {}
         for name, entry in each.items():
             tuned = entry["tuning"]
-            selections = (_selection_of(tuned[kind]) for kind in ("greedy", "sampled"))
-            tuning = Tuning(*selections, _costs_of(tuned["costs"]))
+            greedy, sampled = _selection_of(tuned["greedy"]), _selection_of(tuned["sampled"])
+            tuning = Tuning(greedy, sampled, _costs_of(tuned["costs"]))
             entries[str(name)] = calibration_of(entry["calibration"]), tuning
         about = {"weights": values["weights"], "exits": values["exits"]}
         return _File(about, entries, values.get("pool"))
