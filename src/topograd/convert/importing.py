@@ -120,9 +120,9 @@ def _open(source: Path, opened: ExitStack) -> Source:
 def _open_folder(folder: Path, opened: ExitStack) -> Source:
     settings = _read_settings(folder / "config.json")
     if not is_native(settings):  # transformers runs it
-        adapted, stack_ = adapt_folder(folder, settings)
+        adapted, network = adapt_folder(folder, settings)
         tokenizer = _read_tokenizer(folder, settings, adapted)
-        return Source(adapted, tokenizer, stack_, None, origin_of_folder(folder))
+        return Source(adapted, tokenizer, network, None, origin_of_folder(folder))
     config = config_of(settings)
     files, where = _tensor_files(folder, opened)
 

@@ -87,12 +87,12 @@ class ImageConfig(ModelSpec):
         logits = self.family == "mlp" and self.classes in self.widths
         finite = all(math.isfinite(v) for v in self.mean) and all(0 < v < math.inf for v in self.std)
         bounded = all(1 <= width <= SIZE[1] for width in self.widths) and not logits
-        allowed = f"each in 1..{SIZE[1]:.0f}" + f", none the {self.classes} of the logits" * logits
+        other = f"other than {self.classes}, the width of the logits"
         check_rules(
             self,
             StackError,
             shape=(image, "channels, height and width"),
-            widths=(bounded, allowed),
+            widths=(bounded, other if logits else f"each in 1..{SIZE[1]:.0f}"),
             mean=(finite, "finite, and std above 0"),
             eval_images=(self.eval_images >= 1, "at least 1"),
         )
@@ -179,13 +179,14 @@ class ImageConfig(ModelSpec):
         if foreign and self.depth is None:
             problem = f"model {self.network} is not one of this package"
             raise StackError(problem, setting="depth", remedy="give depth, the number of its layers")
-        three, own = family != "resnet" or len(self.widths) in (0, 3), family == "mlp"
+        sized = family != "resnet" or len(self.widths) in (0, 3)
+        activated = family == "mlp" or self.activation == "relu"
         check_rules(
             self,
             StackError,
             depth=(self.depth is None or foreign or family == "vit", f"left out for {self.network}"),
-            widths=(three, "three, for a ResNet"),
-            activation=(self.activation == "relu" or own, "left out; only an mlp has one"),
+            widths=(sized, "three, for a ResNet"),
+            activation=(activated, "left out; only an mlp has one"),
         )
         for name in ("patch", "heads"):
             default = type(self).__dataclass_fields__[name].default

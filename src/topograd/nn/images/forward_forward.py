@@ -77,7 +77,7 @@ class ForwardForward(ImageStack):
             self.add_heads(range(len(plan.stages)))
         super().validate_plan(plan)
 
-    def new_head(self, width: int) -> None:  # type: ignore[override]
+    def new_head(self, width: int) -> None:
         """Goodness needs no head."""
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:

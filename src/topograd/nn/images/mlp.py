@@ -83,5 +83,5 @@ class MLP(ImageStack):
     def extra(self, shape: Shape) -> nn.Module:
         return ResidualMLP(shape[0])
 
-    def new_head(self, width: int) -> Head:
+    def new_head(self, width: int) -> Head | None:
         return LogitsHead(width) if width == self.config.classes else super().new_head(width)

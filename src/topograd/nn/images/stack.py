@@ -81,11 +81,8 @@ class WidthHeads(Stack):
         """Record the width at the end of every stage, and add the heads that are missing."""
         for planned in plan.stages:
             width = self._stage_widths[planned.head] = self.width_after(planned.stage.stop - 1)
-            if (
-                planned.predicts
-                and str(width) not in self.head
-                and (head := self.new_head(width)) is not None
-            ):
+            missing = planned.predicts and str(width) not in self.head
+            if missing and (head := self.new_head(width)) is not None:
                 self.head[str(width)] = head
 
     @abstractmethod
@@ -226,7 +223,7 @@ class ImageStack(WidthHeads):
     def width_after(self, layer: int) -> int:
         return self.feature_width(self.shapes[layer][1])
 
-    def new_head(self, width: int) -> Head:
+    def new_head(self, width: int) -> Head | None:
         return random_head(self.config.classes, width, self.get_buffer("mean"))
 
     @property
