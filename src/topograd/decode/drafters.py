@@ -313,8 +313,8 @@ class PrefixDrafter:
         self.exit: int | None = exit_
         self.stage = engine.stage_of(exit_)
         if exit_ == engine.last:
-            allowed = f"at most {engine.last}: the last stage verifies"
-            raise ConfigError(setting="exit", given=exit_ + 1, allowed=allowed)
+            problem = f"stage {exit_ + 1} is the last, so nothing is left to verify"
+            raise ConfigError(problem, setting="exit", given=exit_ + 1, remedy="draft with less")
         self.name = f"stage {exit_ + 1}" + (f" ({len(vocabulary)})" if vocabulary is not None else "")
         self.head = DraftHead(engine, self.stage, vocabulary)
         self.vocabulary = vocabulary

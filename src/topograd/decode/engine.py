@@ -126,8 +126,9 @@ class Engine:
     def stage_of(self, exit_: int) -> int:
         """The stage of an exit, if the model has it."""
         if not 0 <= exit_ < len(self.exits):
-            allowed = f"1 to {len(self.exits)}, the stages that predict"
-            raise ConfigError(setting="exit", given=exit_ + 1, allowed=allowed)
+            remedy = f"the model has {len(self.exits)} stages that predict: give 1 to {len(self.exits)}"
+            problem = f"exit {exit_ + 1} does not exist"
+            raise ConfigError(problem, setting="exit", given=exit_ + 1, remedy=remedy)
         return self.exits[exit_]
 
     def new_cache(self) -> Cache:

@@ -124,8 +124,9 @@ class PathEnsemble(DecodeStrategy):
     def __init__(self, engine: Engine, weights: Mapping[Path, float]) -> None:
         for path, weight in weights.items():
             if not 0 < weight < float("inf"):
-                allowed = f"a positive number, as the weight of path {path_name(path)}"
-                raise ConfigError(setting="weights", given=weight, allowed=allowed)
+                problem = f"path {path_name(path)} has weight {weight}"
+                remedy = "a weight is a positive number"
+                raise ConfigError(problem, setting="weights", given=weight, remedy=remedy)
         self.engine, self.ends = engine.branched(list(weights))
         for path in weights:
             if path[-1] not in engine.exits:

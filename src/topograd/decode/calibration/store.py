@@ -95,10 +95,10 @@ def load(session: LoadedTextRun, runtime: Runtime) -> tuple[Calibration, Tuning]
         problem = f"{session.run.folder} is calibrated for {', '.join(file.entries)}, not for {wanted}"
         again += f" --runtime {runtime.name} --weights {runtime.precision}"
         raise RunError(problem, setting="precision", given=wanted, remedy=again)
-    own = {"step": session.step, "stages": len(session.plan.predicting())}
-    for name, value in own.items():
-        if (given := getattr(found[0], name)) != value:
-            of = f"{name} {given}, the weights of {name} {value}"
+    read, exits = found[0], len(session.plan.predicting())
+    of = f"step {read.step} and {read.stages} stages, the weights are of step {session.step} and {exits}"
+    for name, given, own in (("step", read.step, session.step), ("stages", read.stages, exits)):
+        if given != own:
             problem = f"the calibration of {session.run.folder} is of {of}"
             raise RunError(problem, setting=name, given=given, remedy=again)
     _check_about(session, file)
