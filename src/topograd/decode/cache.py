@@ -164,8 +164,9 @@ class Cache:
         if stop < place.room:
             return
         if stop > self.capacity:
-            allowed = f"at most {self.capacity}, the capacity of the cache"
-            raise StackError(setting="stop", given=stop, allowed=allowed)
+            problem = f"a sequence would pass {self.capacity} positions"
+            remedy = "make a cache with more capacity"
+            raise StackError(problem, setting="stop", given=stop, remedy=remedy)
         self._last = self._ctx = None
         room = self._table.growth(place, stop + 1)
         if room is not None:
