@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from topograd.convert.draft_training import agreement_on
+from topograd.convert.draft_training import draft_agreement
 from topograd.convert.own_text import OwnText, greedy_rows, heldout_rows
 from topograd.decode.retrofitted import open_retrofit
 from topograd.runs.session import LoadedTextRun, open_session
@@ -65,7 +65,7 @@ def main(settings: Settings) -> None:
         model = of_the_model(session, text, some)
         for folder in settings.draft:
             stage = open_retrofit(session, folder).stage
-            found = agreement_on(stage, text, some, settings.steps)
+            found = draft_agreement(stage, text, settings.steps, some)
             rows.append({"text": name, "rows": len(some), "draft": str(folder), "model": model, **found})
             if not settings.json:
                 print(rows[-1], flush=True)

@@ -54,8 +54,7 @@ from topograd.data import Loader, windows
 from topograd.data.masked import hide
 from topograd.interfaces.ablation import silenced
 from topograd.nn.config import Architecture
-from topograd.nn.encoder import Encoder
-from topograd.nn.gpt import GPT
+from topograd.nn.gpt import GPT, Encoder
 from topograd.nn.interface_config import parse_interface
 from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig, TrainConfig

@@ -47,7 +47,7 @@ from topograd.exec.train_step import train_step
 from topograd.interfaces.ablation import silenced
 from topograd.interfaces.engines import Scan
 from topograd.nn.config import GPTConfig
-from topograd.nn.encoder import Encoder
+from topograd.nn.gpt import Encoder
 from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data

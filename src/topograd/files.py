@@ -115,24 +115,29 @@ def hold_lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a file whole or not at all. Text is UTF-8.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file that the block writes, and that is `path` at its end; after an error there is none.
 
     A kill may leave the temporary file `.<name>.<random>.tmp` beside it, which nothing reads.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with naming(path):
-            with open(temporary, "xb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
-                file.flush()
-                os.fsync(file.fileno())
+            yield temporary
+            sync(temporary)
             os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file whole or not at all. Text is UTF-8."""
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def dump_json(value: Any, *, indent: int | None = None, error: type[TopogradError] = RunError) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopogradError
 
 Bounds = tuple[float, float]
 SEED: Bounds = (0, 2**63 - 1)
@@ -40,8 +40,10 @@ def check_numbers(settings: object, **bounds: Bounds) -> None:
             raise ConfigError(setting=name, given=value, allowed=allowed)
 
 
-def check_rules(settings: object, **rules: tuple[bool, str]) -> None:
-    """Raise ConfigError for the first setting whose rule (holds, allowed) does not hold.
+def check_rules(
+    settings: object, error: type[TopogradError] = ConfigError, /, **rules: tuple[bool, str]
+) -> None:
+    """Raise an error for the first setting whose rule (holds, allowed) does not hold.
 
     >>> from types import SimpleNamespace
     >>> check_rules(SimpleNamespace(share=2.0), share=(False, "in [0, 1]"))
@@ -51,7 +53,7 @@ def check_rules(settings: object, **rules: tuple[bool, str]) -> None:
     """
     for name, (holds, allowed) in rules.items():
         if not holds:
-            raise ConfigError(setting=name, given=getattr(settings, name), allowed=allowed)
+            raise error(setting=name, given=getattr(settings, name), allowed=allowed)
 
 
 def changed(settings: object, names: Iterable[str]) -> list[str]:

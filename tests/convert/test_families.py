@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "giant": (SMOLLM2 | {"num_hidden_layers": 10**9}, "layers is 1000000000; .* 1..4096"),
     "giant width": (SMOLLM2 | {"vocab_size": 10**15}, "vocab is 1000000000000000"),
     "heads": (SMOLLM2 | {"num_attention_heads": 7}, "hidden_size 576, no multiple of its 7 heads"),
-    "kv heads": (SMOLLM2 | {"num_key_value_heads": 2}, "9 heads cannot share 2 kv_heads"),
+    "kv heads": (SMOLLM2 | {"num_key_value_heads": 2}, "kv_heads is 2; it must be a divisor of the 9 heads"),
     "epsilon": (SMOLLM2 | {"rms_norm_eps": float("nan")}, "rms_norm_eps nan; it must be a finite number"),
     "tied": (SMOLLM2 | {"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'; it must be true or false"),
 }

@@ -1,6 +1,7 @@
 """Exit thresholds of the three rules, and candidate pruning."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raising import refused
-from topograd.decode.calibration.measure import EPS, Calibration, Readings, read
+from topograd.decode.calibration.measure import EPS, Bounds, Calibration, Readings, read
 from topograd.decode.calibration.policy import agreement, exits, thresholds
 from topograd.decode.wand import survivors
 from topograd.errors import ConfigError, DataError
@@ -33,18 +34,24 @@ def calibration(readings: Readings) -> Calibration:
     return Calibration.of(readings, 0)
 
 
+def by_maxima(calibration: Calibration) -> Calibration:
+    """Its largest readings in the place of its percentiles: bounds of its own text."""
+    shift, gain = (Bounds(each.max, each.max) for each in (calibration.shift, calibration.gain))
+    return replace(calibration, shift=shift, gain=gain)
+
+
 def test_sum_of_bounds(calibration: Calibration) -> None:
     a, b, c = calibration.shift.p99
     assert thresholds(calibration, "sum-of-bounds") == pytest.approx((a + b + c, b + c, c), rel=1e-12)
     a, b, c = calibration.shift.max
     expected = (0.5 * (a + b + c), 0.5 * (b + c), 0.5 * c)
-    found = thresholds(calibration, "sum-of-bounds", safety=0.5, quantile="max")
+    found = thresholds(by_maxima(calibration), "sum-of-bounds", safety=0.5)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_rival_gain(calibration: Calibration) -> None:
     assert thresholds(calibration, "rival-gain") == calibration.gain.p99
-    found = thresholds(calibration, "rival-gain", safety=2.0, quantile="max")
+    found = thresholds(by_maxima(calibration), "rival-gain", safety=2.0)
     assert found == tuple(2 * gain for gain in calibration.gain.max)
 
 
@@ -58,7 +65,7 @@ def test_flip_rate(calibration: Calibration, readings: Readings, eps: float) -> 
 def test_the_largest_gain_proves_every_exit_on_its_own_text(
     calibration: Calibration, readings: Readings
 ) -> None:
-    leaves = exits(readings, thresholds(calibration, "rival-gain", quantile="max"))
+    leaves = exits(readings, thresholds(by_maxima(calibration), "rival-gain"))
     assert (leaves < STAGES - 1).any()
     assert agreement(readings, leaves) == 1.0
 
@@ -69,10 +76,10 @@ def test_a_bound_on_the_logits_moves_a_margin_by_twice_as_much() -> None:
     change = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     readings = read([first, first + change], torch.zeros(4))
     calibration = Calibration.of(readings, 0)
-    once = exits(readings, thresholds(calibration, "sum-of-bounds", quantile="max"))
+    once = exits(readings, thresholds(by_maxima(calibration), "sum-of-bounds"))
     assert once.tolist() == [0] * 4
     assert agreement(readings, once) == 0.0
-    twice = exits(readings, thresholds(calibration, "sum-of-bounds", quantile="max", safety=2.0))
+    twice = exits(readings, thresholds(by_maxima(calibration), "sum-of-bounds", safety=2.0))
     assert twice.tolist() == [1] * 4
     assert agreement(readings, twice) == 1.0
 
@@ -128,7 +135,6 @@ def test_survivors_are_within_the_bound(bound: float, left: list[int]) -> None:
     ("settings", "name"),
     [
         ({"rule": "wand"}, "rule"),
-        ({"quantile": "p50"}, "quantile"),
         ({"safety": 0.0}, "safety"),
         ({"safety": -math.inf}, "safety"),
         ({"rule": "flip-rate", "eps": 0.5}, "eps"),

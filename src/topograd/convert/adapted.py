@@ -70,9 +70,8 @@ def _layers(model: nn.Module, config: Any) -> str:
     lists = [name for name, module in modules if count and len(module) == count]
     tops = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(tops) != 1:
-        raise CheckpointError(
-            f"a {type(model).__name__} has {len(tops)} lists of {count} layers", remedy="write a Stack for it"
-        )
+        problem = f"a {type(model).__name__} has {len(tops)} lists of {count} layers"
+        raise CheckpointError(problem, remedy="write a Stack for it")
     return tops[0]
 
 
@@ -82,9 +81,8 @@ def _head(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if head is not None and module is head:
             return name
-    raise CheckpointError(
-        f"a {type(model).__name__} does not say where its head is", remedy="write a Stack for it"
-    )
+    problem = f"a {type(model).__name__} does not say where its head is"
+    raise CheckpointError(problem, remedy="write a Stack for it")
 
 
 def _norm(model: nn.Module, layers: str) -> str | None:

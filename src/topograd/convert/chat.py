@@ -113,13 +113,11 @@ def _request(template: str, many: Sequence[Mapping[str, Any]]) -> bytes:
     try:
         text = json.dumps({"template": template, "many": many, **limits})
     except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(
-            f"these messages are not plain text, numbers, lists and tables: {problem}"
-        ) from None
+        message = f"these messages are not plain text, numbers, lists and tables: {problem}"
+        raise ConfigError(message) from None
     if len(text) > MAX_MESSAGE_CHARACTERS:
-        raise ConfigError(
-            f"this conversation has {len(text)} characters", remedy=f"give {MAX_MESSAGE_CHARACTERS} at most"
-        )
+        remedy = f"give {MAX_MESSAGE_CHARACTERS} at most"
+        raise ConfigError(f"this conversation has {len(text)} characters", remedy=remedy)
     return text.encode()
 
 

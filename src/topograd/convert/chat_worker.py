@@ -1,7 +1,7 @@
 """Renders a chat template, once or many times: a request on standard input, the answers on standard output.
 
 It is a program of its own, run by `topograd.convert.chat` with limits on memory and time, since a template
-is a program of somebody else's. It imports nothing of this package.
+comes from outside. It imports nothing of this package.
 
 The environment is transformers': an immutable sandbox, `trim_blocks`, `lstrip_blocks`, `break` and
 `continue`, `{% generation %}` blocks, `tojson` without HTML's escapes, `raise_exception`, `strftime_now`, and
@@ -84,7 +84,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         "dict": Dictionary(),
         "namespace": Namespace,
     }
@@ -107,13 +107,8 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+    more = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 
 def _limit(memory: int, seconds: int) -> None:

@@ -7,7 +7,7 @@ head; q^{(j)} is the stage's, unrolled j times on its own states, or its slot j 
 Positions whose next token is outside the draft vocabulary do not count. The base is not run and not changed.
 
 Matrices learn by Muon, gains by AdamW, with a linear warmdown. In a folder the training is saved every
-SAVE_SECONDS, and the same call goes on from there (`training/trainer.py`); batches are a function of the seed
+SAVE_SECONDS, and the same call resumes it (`training/trainer.py`); batches are a function of the seed
 and the step.
 
 Cost a token: 6 multiply-adds a parameter and step, and 4 |V| width for the frozen head. Source: "EAGLE-3"
@@ -40,6 +40,7 @@ from topograd.training.muon import Muon
 from topograd.training.trainer import OnStep, Schedule, StepRecord, Task, train_task
 
 SAVE_SECONDS = 20.0
+MEASURED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def train_draft_stage(
     work: Path | None = None,
     on_step: OnStep | None = None,
 ) -> None:
-    """Teach the stage; with a `work` folder it goes on where a training that was stopped has been."""
+    """Train the stage; with a `work` folder a stopped training is resumed."""
     folder = None if work is None else work / "draft-training"
     train_task(DraftTask(stage, text, config or DraftTraining()), folder, on_step)
 
@@ -128,27 +129,17 @@ def _read(stage: DraftStage, block: Block) -> Tensor:
     return stage.pick(block.states).to(stage.vocabulary.device, stage.relay.state.weight.dtype)
 
 
-def draft_agreement(
-    stage: DraftStage, text: OwnText, steps: int = 5, most: int = 64
-) -> dict[str, list[float]]:
-    """How often the stage says what the model says, on greedy rows that were not trained on."""
-    return agreement_on(stage, text, greedy_rows(text, heldout_rows(len(text)))[:most], steps)
-
-
 @torch.no_grad()
-def agreement_on(
-    stage: DraftStage, text: OwnText, rows: Sequence[int], steps: int, batch: int = 8
+def draft_agreement(
+    stage: DraftStage, text: OwnText, steps: int = 5, rows: Sequence[int] | None = None
 ) -> dict[str, list[float]]:
-    """On some rows, where the next token is the model's own: how often the stage says it.
-
-    `agreement` of each step by itself, `chain` of all steps up to it: the expected tokens of a draft add up.
-    """
+    """How often the stage says what the model says, where that is the model's own, by default on greedy rows
+    that were not trained on: `agreement` of each step by itself, `chain` of all steps up to it."""
+    rows = greedy_rows(text, heldout_rows(len(text)))[:MEASURED_ROWS] if rows is None else rows
     steps = steps if stage.slots == 1 else min(steps, stage.slots)
-    hits = torch.zeros(steps)
-    chains = torch.zeros(steps)
-    count = 0.0
-    for start in range(0, len(rows), batch):
-        block = text.take(rows[start : start + batch])
+    hits, chains, count = torch.zeros(steps), torch.zeros(steps), 0.0
+    for start in range(0, len(rows), 8):
+        block = text.take(rows[start : start + 8])
         states, tokens = _read(stage, block), block.tokens
         time_ = tokens.shape[1]
         said = [stage.vocabulary[stage.readout(g).argmax(-1)] for g in stage.unroll(tokens, states, steps)]

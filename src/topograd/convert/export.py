@@ -28,6 +28,7 @@ from torch import Tensor
 
 from topograd.convert.card import card
 from topograd.convert.families import family_config, hugging_face_config
+from topograd.convert.gguf_file import write_gguf
 from topograd.convert.gguf_tokenizer import tokenizer_json
 from topograd.convert.peft_adapter import write_peft
 from topograd.convert.tensor_names import tensor_names
@@ -68,13 +69,19 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
         if format_ == "peft":
             more = write_peft(temporary, session)
         elif plain is None:
-            _write_onnx(temporary, session)
+            if not installed():
+                remedy = "pip install onnx onnxruntime"
+                raise ConfigError("format onnx needs onnx and onnxruntime", remedy=remedy)
+            from topograd.convert.onnx_export import write_onnx
+
+            write_onnx(temporary, session)
         else:
             stack, tokenizer = plain
             if format_ == "hf":
                 _write_folder(temporary, stack, tokenizer)
             else:
-                _write_gguf(temporary / "model.gguf", stack, tokenizer, kind, out.name)
+                metadata = {**gguf_metadata(stack, out.name), **gguf_tokenizer(tokenizer, stack.config.vocab)}
+                write_gguf(temporary / "model.gguf", metadata, _tensors(stack, "gguf"), kind)
             _write_adapter(temporary / "topograd", session, stack)
         write_atomic(temporary / "README.md", card(session.run, out.name))
         temporary.rename(out)
@@ -83,14 +90,6 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
         raise
     files = sorted(path.name for path in out.iterdir())
     return {"run": str(session.run.folder), "format": format_, "out": str(out), "files": files, **more}
-
-
-def _write_onnx(folder: Path, session: LoadedTextRun) -> None:
-    if not installed():
-        raise ConfigError("format onnx needs onnx and onnxruntime", remedy="pip install onnx onnxruntime")
-    from topograd.convert.onnx_export import write_onnx
-
-    write_onnx(folder, session)
 
 
 def _plain(session: LoadedTextRun) -> tuple[Transformer, HFTokenizer]:
@@ -104,22 +103,15 @@ def _check_plain(session: LoadedTextRun, adapted: bool = False) -> None:
     stack, where = session.stack, session.run.folder
     kind = session.config.model.kind
     if kind == "hf" and not adapted:
-        raise ConfigError(
-            f"{where} is a model which transformers runs here",
-            remedy=("only families with a stack of our own are exported, and transformers has it already"),
-        )
+        remedy = "only families with a stack of our own are exported, and transformers has it already"
+        raise ConfigError(f"{where} is a model which transformers runs here", remedy=remedy)
     if kind not in (*TRAITS, "hf") or not session.config.brings_tokenizer:
-        raise ConfigError(
-            f"{where} is a model of our own kind, which no other program knows",
-            remedy="only imported models are exported: keep the run's folder",
-        )
+        problem = f"{where} is a model of our own kind, which no other program knows"
+        raise ConfigError(problem, remedy="only imported models are exported: keep the run's folder")
     plan = session.plan
     if stack.has_head(plan.last) or stack.learned_relays() or plan.prediction.kind != "last":
-        raise ConfigError(
-            f"{where} has a last head or relays of its own, or predicts by several stages, which "
-            "these formats cannot say",
-            remedy="keep the run's folder",
-        )
+        problem = f"{where} has a last head or relays of its own, or predicts by several stages"
+        raise ConfigError(problem, remedy="these formats cannot say that: keep the run's folder")
 
 
 def _write_adapter(folder: Path, session: LoadedTextRun, stack: Transformer) -> None:
@@ -172,21 +164,12 @@ def _write_folder(folder: Path, stack: Transformer, tokenizer: HFTokenizer) -> N
     tokenizer.save(folder / "tokenizer.json")
 
 
-def _write_gguf(file: Path, stack: Transformer, tokenizer: HFTokenizer, kind: str, name: str) -> None:
-    from topograd.convert.gguf_file import write_gguf
-
-    metadata = {**gguf_metadata(stack, name), **gguf_tokenizer(tokenizer, stack.config.vocab)}
-    write_gguf(file, metadata, _tensors(stack, "gguf"), kind)
-
-
 def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
     """The sizes of a model in GGUF's words."""
     config = family_config(stack)
     if config.family not in GGUF_FAMILIES:
-        raise ConfigError(
-            f"a {config.family} is not written as GGUF, {', '.join(GGUF_FAMILIES)} are",
-            remedy="use format hf",
-        )
+        problem = f"a {config.family} is not written as GGUF, {', '.join(GGUF_FAMILIES)} are"
+        raise ConfigError(problem, remedy="use format hf")
     windows = any(0 < config.window(index) < config.positions for index in range(config.layers))
     unknown = {
         f"rope scaling {config.rope_scaling}": config.rope_scaling != "none",
@@ -194,11 +177,9 @@ def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
         "a sliding window": windows,
     }
     if lost := [name for name, there in unknown.items() if there]:
-        raise ConfigError(
-            f"a {config.family} with {' and '.join(lost)} is not written as GGUF: its readers "
-            "would compute something else",
-            remedy="use format hf",
-        )
+        what = f"a {config.family} with {' and '.join(lost)}"
+        problem = f"{what} is not written as GGUF: its readers would compute something else"
+        raise ConfigError(problem, remedy="use format hf")
     family = "llama" if config.family == "mistral" else config.family
     sizes = {
         "context_length": config.positions,
@@ -255,11 +236,8 @@ def _check_split(tokenizer: HFTokenizer, found: Mapping[str, Any]) -> None:
     kinds = np.array(found["tokenizer.ggml.token_type"], dtype=np.int32)
     back = HFTokenizer(tokenizer_json({**found, "tokenizer.ggml.token_type": kinds}))
     if back.encode(SAMPLE, "prompt") != tokenizer.encode(SAMPLE, "prompt"):
-        raise ConfigError(
-            "the tokenizer splits texts in a way that GGUF has no name for: its readers would "
-            "split them otherwise",
-            remedy="use format hf",
-        )
+        way = "in a way that GGUF has no name for: its readers would split them otherwise"
+        raise ConfigError(f"the tokenizer splits texts {way}", remedy="use format hf")
 
 
 def _split_name(content: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ _HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}
 
 
 def config_of(settings: Mapping[str, Any]) -> TransformerConfig:
-    """Our settings from those of a config.json; what is not supported is refused by name."""
+    """Our settings from those of a config.json; what is not supported raises ConfigError."""
     family = _family(settings)
     try:
         return TransformerConfig(**_fields(_Settings(settings, family), family))
@@ -59,24 +59,20 @@ def is_native(settings: Mapping[str, Any]) -> bool:
 def _family(settings: Mapping[str, Any]) -> str:
     kind, classes = settings.get("model_type"), settings.get("architectures") or []
     if not isinstance(classes, list | tuple):
-        raise ConfigError(
-            f"the model's config has architectures {classes!r}", remedy="it must be a list of names"
-        )
+        problem = f"the model's config has architectures {classes!r}"
+        raise ConfigError(problem, remedy="it must be a list of names")
     supported = "supported are " + ", ".join(sorted(ARCHITECTURES.values()))
     if settings.get("is_encoder_decoder"):
-        raise ConfigError(
-            f"{kind} is an encoder and a decoder", remedy=f"only decoders can be imported: {supported}"
-        )
+        problem = f"{kind} is an encoder and a decoder"
+        raise ConfigError(problem, remedy=f"only decoders can be imported: {supported}")
     if kind not in ARCHITECTURES.values():
-        raise ConfigError(
-            f"architecture {classes[0] if classes else kind!r} is not supported", remedy=supported
-        )
+        problem = f"architecture {classes[0] if classes else kind!r} is not supported"
+        raise ConfigError(problem, remedy=supported)
     for name in classes:
         if not isinstance(name, str) or ARCHITECTURES.get(name) != kind:
             expected = next(one for one, of in ARCHITECTURES.items() if of == kind)
-            raise ConfigError(
-                f"architecture {name!r} is not supported", remedy=f"of {kind} only {expected} is"
-            )
+            problem = f"architecture {name!r} is not supported"
+            raise ConfigError(problem, remedy=f"of {kind} only {expected} is")
     refused = {
         "quantization_config": "quantized weights",
         "num_experts": "a mixture of experts",
@@ -108,9 +104,8 @@ class _Settings:
         """A whole number above 0."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"the model's config has {name} {value!r}", remedy="it must be a whole number above 0"
-            )
+            problem = f"the model's config has {name} {value!r}"
+            raise ConfigError(problem, remedy="it must be a whole number above 0")
         return value
 
     def number(self, name: str, default: float | None = None, of: Mapping[str, Any] | None = None) -> float:
@@ -183,9 +178,8 @@ def _activation(given: _Settings, family: str) -> str:
     if family == "gemma" and found == "gelu":  # what its first configs said, and did not mean
         found = "gelu_pytorch_tanh"
     if found not in get_args(Activation):
-        raise ConfigError(
-            f"{name} {found!r} is not supported", remedy=f"supported are {', '.join(get_args(Activation))}"
-        )
+        problem = f"{name} {found!r} is not supported"
+        raise ConfigError(problem, remedy=f"supported are {', '.join(get_args(Activation))}")
     return str(found)
 
 
@@ -207,20 +201,17 @@ def _windows(given: _Settings, family: str, layers: int) -> tuple[int, ...]:
         default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
     kinds = default if kinds is None else kinds
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
-        raise ConfigError(
-            f"the model's config has layer_types {kinds!r}", remedy="there must be one for each layer"
-        )
+        problem = f"the model's config has layer_types {kinds!r}"
+        raise ConfigError(problem, remedy="there must be one for each layer")
     known = ("full_attention", "sliding_attention")
     if any(kind not in known for kind in kinds):
-        raise ConfigError(
-            f"layer_types {_others(kinds, *known)} are not supported", remedy=f"known are {known}"
-        )
+        problem = f"layer_types {_others(kinds, *known)} are not supported"
+        raise ConfigError(problem, remedy=f"known are {known}")
     if "sliding_attention" not in kinds:
         return ()
     if family in ("qwen2", "qwen3") and not given.flag("use_sliding_window", False):
-        raise ConfigError(
-            "layer_types has sliding_attention and use_sliding_window is false", remedy="make them agree"
-        )
+        problem = "layer_types has sliding_attention and use_sliding_window is false"
+        raise ConfigError(problem, remedy="make them agree")
     window = given.size("sliding_window", 4096)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
@@ -249,15 +240,13 @@ def _rope(given: _Settings, family: str, context: int) -> dict[str, Any]:
     kind = found.get("rope_type", found.get("type", "default"))
     partial = found.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ConfigError(
-            f"partial_rotary_factor {partial} is not supported", remedy="all of a head must be rotated"
-        )
+        problem = f"partial_rotary_factor {partial} is not supported"
+        raise ConfigError(problem, remedy="all of a head must be rotated")
     if kind == "default":
         return fields
     if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            f"rope scaling {kind!r} is not supported", remedy="supported are default, linear, llama3"
-        )
+        problem = f"rope scaling {kind!r} is not supported"
+        raise ConfigError(problem, remedy="supported are default, linear, llama3")
     fields |= {"rope_scaling": kind, "rope_factor": given.number("factor", of=found)}
     if kind == "llama3":
         fields["rope_low_factor"] = given.number("low_freq_factor", of=found)
@@ -377,16 +366,13 @@ def _checked(get: Callable[[str], Tensor], source: Source, wanted: nn.Parameter)
     except KeyError:
         raise CheckpointError(f"tensor {source.name!r} is missing", remedy="the model needs it") from None
     if not found.is_floating_point():
-        raise CheckpointError(
-            f"tensor {source.name!r} has type {found.dtype}", remedy="it must be a floating one"
-        )
+        problem = f"tensor {source.name!r} has type {found.dtype}"
+        raise CheckpointError(problem, remedy="it must be a floating one")
     like = torch.empty_like(wanted, device="meta")
     shape = (like if source.write is None else source.write(like)).shape
     if found.shape != shape:
-        raise CheckpointError(
-            f"tensor {source.name!r} has shape {tuple(found.shape)}",
-            remedy=f"by the model's config it must have {tuple(shape)}",
-        )
+        problem = f"tensor {source.name!r} has shape {tuple(found.shape)}"
+        raise CheckpointError(problem, remedy=f"by the model's config it must have {tuple(shape)}")
     value = (found if source.read is None else source.read(found)).to(wanted.dtype)
     if isinstance(value, nn.Parameter):
         return value
@@ -426,12 +412,10 @@ def stack_of(model: Any) -> Transformer:
 
 
 def _refuse_changed(name: str, module: nn.Module, epsilon: float) -> None:
-    """Refuse a module that somebody has put in another's place: it may compute something else."""
+    """Raise ConfigError for a module that replaces one of transformers: it may compute something else."""
     if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
-        raise ConfigError(
-            f"{name} is a {type(module).__name__}, which is not of transformers",
-            remedy="merge adapters, undo quantization",
-        )
+        problem = f"{name} is a {type(module).__name__}, which is not of transformers"
+        raise ConfigError(problem, remedy="merge adapters, undo quantization")
     found = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
     if found != epsilon:
         raise ConfigError(f"{name} has ε {found} and the config {epsilon}", remedy="make them equal")

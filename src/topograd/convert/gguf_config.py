@@ -45,10 +45,8 @@ def config_dict(file: GGUFFile) -> dict[str, Any]:
     """The config.json that this file implies."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path} has the architecture {ascii(architecture)[:60]}",
-            remedy=f"read: {', '.join(ARCHITECTURES)}",
-        )
+        problem = f"{file.path} has the architecture {ascii(architecture)[:60]}"
+        raise CheckpointError(problem, remedy=f"read: {', '.join(ARCHITECTURES)}")
     given = _Given(file, architecture)
     kind, name = ARCHITECTURES[architecture]
     config: dict[str, Any] = {
@@ -112,9 +110,8 @@ def _attention(given: _Given, config: Mapping[str, Any]) -> dict[str, Any]:
     rotated = given.size("rope.dimension_count") if given.get("rope.dimension_count") else None
     head = given.size("attention.key_length", rotated or max(1, width // heads))
     if given.size("attention.value_length", head) != head:
-        raise CheckpointError(
-            f"{given.file.path} has keys and values of different widths", remedy="they must be equal"
-        )
+        problem = f"{given.file.path} has keys and values of different widths"
+        raise CheckpointError(problem, remedy="they must be equal")
     found = {"head_dim": head, "num_key_value_heads": given.size("attention.head_count_kv", heads)}
     return found if rotated in (None, head) else found | {"partial_rotary_factor": rotated / head}
 
@@ -151,9 +148,8 @@ def _llama3_scaling(file: GGUFFile, base: float, head: int) -> dict[str, Any]:
     wavelength = 2 * math.pi * base ** (np.arange(0, head, 2) / head)
     smooth = ((context / wavelength - low) / (high - low)).clip(0, 1)
     if found.shape != wavelength.shape or not np.allclose(found, 1 / ((1 - smooth) / factor + smooth), 1e-4):
-        raise CheckpointError(
-            f"{file.path} has a rope_freqs.weight that is not by Llama 3's rule: not supported"
-        )
+        problem = f"{file.path} has a rope_freqs.weight that is not by Llama 3's rule: not supported"
+        raise CheckpointError(problem)
     return {
         "rope_type": "llama3",
         "factor": factor,

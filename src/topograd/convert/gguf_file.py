@@ -17,10 +17,9 @@ Dequantising is that of the `gguf` package, some rows at a time; F32 tensors are
 import math
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import CheckpointError, ConfigError
-from topograd.files import naming, sync
+from topograd.files import replacing
 
 KINDS = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
@@ -79,7 +78,11 @@ class GGUFFile:
         tensors = header.begin()
         self.metadata = dict(header.entries())
         infos = [header.tensor_info() for _ in range(tensors)]
-        self.tensors = _placed(infos, header, _alignment(self.metadata, self.path), self._gguf)
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
+            problem = f"has the alignment {_short(alignment)}, not a power of two from 8 to {2**20}"
+            raise _refused(self.path, problem)
+        self.tensors = _placed(infos, header, alignment, self._gguf)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as float32. One that the file holds as F32 is a view of the file, never written back."""
@@ -93,7 +96,7 @@ class GGUFFile:
         block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         result = np.empty(math.prod(entry.shape), dtype=np.float32)
         step = _CHUNK_ELEMENTS // block * block
-        with np.errstate(all="ignore"):  # damaged scales give infinities; whoever runs the model sees them
+        with np.errstate(all="ignore"):  # damaged scales give infinities, which show when the model runs
             for start in range(0, len(result), step):
                 end = min(start + step, len(result))
                 part = raw[start // block * block_bytes : end // block * block_bytes]
@@ -111,36 +114,30 @@ def write_gguf(
     numpy values and arrays keep their type. `metadata` must name `general.architecture`.
     """
     if kind not in WRITTEN_KINDS:
-        raise ConfigError(
-            f"GGUF tensors cannot be written as {kind!r}", remedy=f"give {', '.join(WRITTEN_KINDS)}"
-        )
+        problem = f"GGUF tensors cannot be written as {kind!r}"
+        raise ConfigError(problem, remedy=f"give {', '.join(WRITTEN_KINDS)}")
     gguf = _gguf()
-    kinds = {name: gguf.GGMLQuantizationType[_written_kind(t, kind)] for name, t in tensors.items()}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    writer = gguf.GGUFWriter(temporary, metadata["general.architecture"])
-    for key, value in metadata.items():
-        if key not in ("general.architecture", "general.alignment"):  # the writer's own affair
-            writer.add_key_value(key, *_typed(value, gguf.GGUFValueType))
+    kinds = {}
     for name, tensor in tensors.items():
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
-        nbytes = tensor.numel() // block * block_bytes
-        writer.add_tensor_info(name, tuple(tensor.shape), np.dtype(np.float32), nbytes, raw_dtype=kinds[name])
-    try:
-        with naming(path):
+        whole = tensor.dim() < 2 or not kind.startswith("Q") or not tensor.shape[-1] % 32
+        written = "F32" if tensor.dim() < 2 else kind if whole else "F16"
+        kinds[name] = gguf.GGMLQuantizationType[written]
+    with replacing(path) as temporary:
+        writer = gguf.GGUFWriter(temporary, metadata["general.architecture"])
+        for key, value in metadata.items():
+            if key not in ("general.architecture", "general.alignment"):  # the writer's own affair
+                writer.add_key_value(key, *_typed(value, gguf.GGUFValueType))
+        for name, tensor in tensors.items():
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
+            nbytes, shape = tensor.numel() // block * block_bytes, tuple(tensor.shape)
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kinds[name])
+        with closing(writer):
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, tensor in tensors.items():
                 values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
                 writer.write_tensor_data(gguf.quants.quantize(values, kinds[name]))
-            writer.close()
-            sync(temporary)
-            os.replace(temporary, path)
-            sync(path.parent)
-    finally:
-        writer.close()
-        with suppress(OSError):
-            temporary.unlink()
 
 
 class _Header:
@@ -252,9 +249,8 @@ def _placed(
         if name in found:
             raise _refused(path, f"has {what} twice")
         if number not in numbers:
-            raise _refused(
-                path, f"has {what} of kind {_kind_name(number, gguf)}; read are {', '.join(KINDS)}"
-            )
+            kind = next((k.name for k in gguf.GGMLQuantizationType if k.value == number), number)
+            raise _refused(path, f"has {what} of kind {kind}; read are {', '.join(KINDS)}")
         kind = numbers[number]
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         if (shape[-1] if shape else 1) % block:
@@ -280,13 +276,6 @@ def _placed(
             )
         end = entry.offset + entry.nbytes
     return found
-
-
-def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
-        raise _refused(path, f"has the alignment {_short(alignment)}, not a power of two from 8 to {2**20}")
-    return alignment
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -323,19 +312,6 @@ def _typed(value: Any, types: Any) -> tuple[Any, Any, Any]:
 
 def _scalar_type(dtype: np.dtype, types: Any) -> Any:
     return types(next(number for number, letter in _SCALARS.items() if np.dtype(letter) == dtype))
-
-
-def _written_kind(tensor: Tensor, kind: str) -> str:
-    if tensor.dim() < 2:
-        return "F32"
-    return "F16" if kind.startswith("Q") and tensor.shape[-1] % 32 else kind
-
-
-def _kind_name(number: int, gguf: ModuleType) -> str:
-    try:
-        return str(gguf.GGMLQuantizationType(number).name)
-    except ValueError:
-        return str(number)
 
 
 def _gguf() -> ModuleType:

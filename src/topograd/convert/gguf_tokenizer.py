@@ -50,9 +50,8 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> str:
     elif model == "llama":
         content = _sentencepiece(metadata, tokens, types)
     else:
-        raise CheckpointError(
-            f"the tokenizer {ascii(model)[:60]} of this GGUF is not read", remedy="gpt2 and llama are"
-        )
+        problem = f"the tokenizer {ascii(model)[:60]} of this GGUF is not read"
+        raise CheckpointError(problem, remedy="gpt2 and llama are")
     content["added_tokens"] = [
         {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False}
         | {"normalized": False, "special": kind != _USER_DEFINED}
@@ -168,10 +167,8 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 def _split(metadata: Mapping[str, Any]) -> tuple[str, str]:
     name = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(name, str) or name not in _SPLITS:
-        raise CheckpointError(
-            f"the pre-tokenizer {ascii(name)[:60]} of this GGUF is not read",
-            remedy=f"{', '.join(_SPLITS)} are",
-        )
+        problem = f"the pre-tokenizer {ascii(name)[:60]} of this GGUF is not read"
+        raise CheckpointError(problem, remedy=f"{', '.join(_SPLITS)} are")
     return _SPLITS[name]
 
 
@@ -181,10 +178,8 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
         raise _damaged("tokens")
     longest = max(tokens, key=len)
     if len(longest) > _MAX_TOKEN_CHARACTERS:
-        raise CheckpointError(
-            f"the tokenizer of this GGUF has a token of {len(longest)} characters",
-            remedy=f"at most {_MAX_TOKEN_CHARACTERS} are read",
-        )
+        problem = f"the tokenizer of this GGUF has a token of {len(longest)} characters"
+        raise CheckpointError(problem, remedy=f"at most {_MAX_TOKEN_CHARACTERS} are read")
     types = metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), dtype=np.int32))
     if not isinstance(types, np.ndarray) or types.shape != (len(tokens),):
         raise _damaged("token_type")

@@ -76,12 +76,9 @@ def local_model(model: Path | str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
     except Exception as problem:  # of the hub, the network or the file system, whatever its class
         reason = " ".join(str(problem).split())[:200] or type(problem).__name__
-        raise CheckpointError(
-            f"{model} cannot be had from the hub ({reason})",
-            setting="model",
-            given=str(model),
-            remedy=f"correct the name ({HUB}ORG/NAME), or give the folder of a copy",
-        ) from problem
+        message = f"{model} cannot be had from the hub ({reason})"
+        remedy = f"correct the name ({HUB}ORG/NAME), or give the folder of a copy"
+        raise CheckpointError(message, setting="model", given=str(model), remedy=remedy) from problem
 
 
 def load(folder: Path, dtype: torch.dtype | None = None) -> Loaded:
@@ -148,9 +145,8 @@ def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) 
     rows = -(-max(MIN_TOKENS, 10 * width) // length)
     file = folder / "tokenizer.json"
     if not file.is_file() and text is not None:
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json to read {text} with", remedy="add it, or leave out --text"
-        )
+        remedy = "add it, or leave out --text"
+        raise CheckpointError(f"{folder} has no tokenizer.json to read {text} with", remedy=remedy)
     if not file.is_file():
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
@@ -158,9 +154,8 @@ def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) 
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as problem:  # the library raises plain exceptions
-        raise CheckpointError(
-            f"{file} cannot be read ({problem})", remedy="restore it or take it away"
-        ) from None
+        message = f"{file} cannot be read ({problem})"
+        raise CheckpointError(message, remedy="restore it or take it away") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     found: list[int] = []
@@ -184,13 +179,11 @@ def _check(folder: Path, config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{folder} holds a quantised model", remedy="give one whose weights are floats")
     if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(
-            f"{folder} is an encoder with a decoder", remedy="only models of one stack are covered"
-        )
+        problem = f"{folder} is an encoder with a decoder"
+        raise CheckpointError(problem, remedy="only models of one stack are covered")
     if not getattr(config, "vocab_size", None):
-        raise CheckpointError(
-            f"{folder} is a {config.model_type} and reads no tokens", remedy="use topograd.geometry in Python"
-        )
+        problem = f"{folder} is a {config.model_type} and reads no tokens"
+        raise CheckpointError(problem, remedy="use topograd.geometry in Python")
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from topograd.runs.session import bind_tokenizer, open_session
 from topograd.runs.topology_config import TopologyConfig
 
 CONTEXT = 2048
-"""Positions that a run of an imported model sees, where it was made for more and nobody asks for them."""
+"""Positions that a run of an imported model sees, where it was made for more and none are asked for."""
 EVAL_BYTES = 20_000
 MAX_JSON = 2**26
 
@@ -112,18 +112,17 @@ def _open(source: Path, opened: ExitStack) -> Source:
         return _open_peft(source, opened) if is_peft(source) else _open_folder(source, opened)
     if source.is_file():
         return _open_gguf(source)
-    raise CheckpointError(
-        f"there is no model at {source}",
-        setting="source",
-        given=str(source),
-        remedy="give a Hugging Face folder, a GGUF file or hf:ORG/NAME",
-    )
+    remedy = "give a Hugging Face folder, a GGUF file or hf:ORG/NAME"
+    problem = f"there is no model at {source}"
+    raise CheckpointError(problem, setting="source", given=str(source), remedy=remedy)
 
 
 def _open_folder(folder: Path, opened: ExitStack) -> Source:
     settings = _read_settings(folder / "config.json")
-    if not is_native(settings):
-        return _open_adapted(folder, settings)
+    if not is_native(settings):  # transformers runs it
+        adapted, network = adapt_folder(folder, settings)
+        tokenizer = _read_tokenizer(folder, settings, adapted)
+        return Source(adapted, tokenizer, network, None, origin_of_folder(folder))
     config = config_of(settings)
     files, where = _tensor_files(folder, opened)
 
@@ -152,25 +151,14 @@ def _open_peft(folder: Path, opened: ExitStack, base: Path | str | None = None) 
     if (model / "config.toml").is_file():
         session = open_session(model)
         if not session.config.brings_tokenizer:
-            raise ConfigError(
-                f"{model} is a model of our own kind, which peft does not know",
-                setting="base",
-                given=str(model),
-                remedy="give an imported one",
-            )
+            problem = f"{model} is a model of our own kind, which peft does not know"
+            raise ConfigError(problem, setting="base", given=str(model), remedy="give an imported one")
         shape: Any = session.config.model
         found = Source(shape, session.tokenizer.to_hf(), session.stack, None, origin_of_folder(folder))
     else:
         found = _open(model, opened)
     merge_peft(found.stack, adapter)
     return replace(found, references=None, origin={**found.origin, "name": source_name(folder)})
-
-
-def _open_adapted(folder: Path, settings: dict[str, Any]) -> Source:
-    """A model without a native stack, which transformers runs."""
-    config, stack = adapt_folder(folder, settings)
-    tokenizer = _read_tokenizer(folder, settings, config)
-    return Source(config, tokenizer, stack, None, origin_of_folder(folder))
 
 
 def _read_tokenizer(
@@ -189,13 +177,10 @@ def _read_tokenizer(
 
 def _read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise CheckpointError(
-            f"{file.parent} has no config.json", remedy="give a Hugging Face folder or a GGUF file"
-        )
-    if file.stat().st_size > MAX_JSON:
-        raise CheckpointError(
-            f"{file} has {file.stat().st_size} bytes", remedy=f"a config has at most {MAX_JSON}"
-        )
+        remedy = "give a Hugging Face folder or a GGUF file"
+        raise CheckpointError(f"{file.parent} has no config.json", remedy=remedy)
+    if (size := file.stat().st_size) > MAX_JSON:
+        raise CheckpointError(f"{file} has {size} bytes", remedy=f"a config has at most {MAX_JSON}")
     settings = read_json(file, CheckpointError)
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file} is damaged, it is no JSON object", remedy="restore it")
@@ -253,9 +238,8 @@ def _filled(
 
     def finite(name: str) -> Tensor:
         if not bool(torch.isfinite(tensor := get(name)).all()):
-            raise DataError(
-                f"tensor {name!r} has values that are not finite", remedy="get the model's files again"
-            )
+            problem = f"tensor {name!r} has values that are not finite"
+            raise DataError(problem, remedy="get the model's files again")
         return tensor
 
     load_tensors(stack, finite, names, naming)
@@ -264,24 +248,18 @@ def _filled(
 
 def _check_tokenizer(tokenizer: HFTokenizer, config: TransformerConfig | AdaptedConfig, where: Path) -> None:
     if tokenizer.vocab > config.vocab:
-        raise DataError(
-            f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}",
-            remedy="it is the tokenizer of another model",
-        )
+        problem = f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}"
+        raise DataError(problem, remedy="it is the tokenizer of another model")
     if shared := tokenizer.shared_ids():
-        token, other = shared[0]
-        raise DataError(
-            f"{where} gives the tokens {token!r} and {other!r} one id",
-            remedy="get the tokenizer's file again",
-        )
+        problem = f"{where} gives the tokens {shared[0][0]!r} and {shared[0][1]!r} one id"
+        raise DataError(problem, remedy="get the tokenizer's file again")
 
 
 def _settings(found: Source, partition: str, context: int | None) -> TrainConfig:
     made_for = found.config.context
     if context is not None and not 1 <= context <= made_for:
-        raise ConfigError(
-            setting="context", given=context, remedy=f"the model was made for {made_for}: give 1 to that"
-        )
+        remedy = f"the model was made for {made_for}: give 1 to that"
+        raise ConfigError(setting="context", given=context, remedy=remedy)
     return TrainConfig(
         topology=TopologyConfig(partition=partition),
         steps=1,
@@ -297,7 +275,6 @@ def _write(run: Run, found: Source, config: TrainConfig, copy: bool) -> None:
     write_origin(run, found.origin)
     if found.references is not None and not copy:
         run.manifest.bind(WEIGHTS, dump_json(found.references, indent=1) + "\n")
-        run.write_config(config.as_dict())
-        return
-    run.store.save(step=0, model=found.stack, optimizers={}, extra={}, keep=1)
+    else:
+        run.store.save(step=0, model=found.stack, optimizers={}, extra={}, keep=1)
     run.write_config(config.as_dict())

@@ -50,12 +50,9 @@ def resolve_model(model: Path | str) -> Path:
     if source.is_file() or (source / "config.json").is_file() or is_peft(source):
         return _converted(source)
     what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
-    raise RunError(
-        f"there is no model at {source}: {what}",
-        setting="model",
-        given=str(source),
-        remedy=f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME",
-    )
+    problem = f"there is no model at {source}: {what}"
+    remedy = f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
+    raise RunError(problem, setting="model", given=str(source), remedy=remedy)
 
 
 def _converted(source: Path) -> Path:
@@ -66,10 +63,9 @@ def _converted(source: Path) -> Path:
     try:
         descriptor = os.open(entry / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise RunError(
-            f"{source} must be converted, and the cache {models} cannot be written ({problem.strerror})",
-            remedy=f"set XDG_CACHE_HOME, or run: topograd import {source} --out DIR",
-        ) from None
+        message = f"{source} must be converted, and the cache {models} cannot be written ({problem.strerror})"
+        remedy = f"set XDG_CACHE_HOME, or run: topograd import {source} --out DIR"
+        raise RunError(message, remedy=remedy) from None
     try:
         lock_file(descriptor, wait=True)
         made = [path for path in entry.iterdir() if path.name[0] != "." and path.is_dir()]
@@ -80,9 +76,7 @@ def _converted(source: Path) -> Path:
         temporary = entry / f".{run.name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         try:
-            from topograd.convert.importing import (
-                import_model,  # brings torch, which a second use does not need
-            )
+            from topograd.convert.importing import import_model  # brings torch: a second use needs none
 
             import_model(source, temporary)
             temporary.rename(run)

@@ -9,7 +9,7 @@
     run.py                at most 66 lines of onnxruntime and numpy: verify the files, write those texts again
 
 A text's margins say how far ahead the best logit of each stage must be for a token to leave after it. Limits:
-chains whose stages hear the one before them, that predict by their last stage; float32.
+chains whose stages read the one before them and that predict by their last stage; float32.
 """
 
 from __future__ import annotations
@@ -102,9 +102,8 @@ def _texts(session: LoadedTextRun, engine: Engine) -> list[dict[str, Any]]:
     """Short texts of the model, with the exit of each token."""
     ids = session.tokenizer.encode("The first line of a text is ") or [session.tokenizer.separator]
     if session.config.model.context <= WRITTEN:
-        raise ConfigError(
-            f"a context of {session.config.model.context} has no room for {WRITTEN} tokens to check"
-        )
+        problem = f"a context of {session.config.model.context} has no room for {WRITTEN} tokens to check"
+        raise ConfigError(problem)
     prompt = ids[: session.config.model.context - WRITTEN]
     found = []
     for margin in MARGINS if engine.last else MARGINS[:1]:

@@ -3,7 +3,7 @@
 A batch of rows is written token by token; what the stages computed for it is in the cache, so keeping it
 costs nothing but disk. A row is a few texts one after the other: a given beginning (`prompts.py`), and the
 model's own continuation until it ends, repeats itself, or has gone on for `LONGEST` tokens. All rows have one
-length, so that they go on side by side. Every fourth row is sampled, the others are greedy.
+length, so that they continue side by side. Every fourth row is sampled, the others are greedy.
 
     own-text.json               of which weights, how long a row is, which stages, the seed
     block-00000.safetensors     tokens (rows, length) int32
@@ -12,7 +12,7 @@ length, so that they go on side by side. Every fourth row is sampled, the others
 
 A block is a function of the seed and its number and is written whole, with a SHA-256 of its tensors: a kill
 loses one, and the same call writes what is missing. States have rms 1, since a readout begins with a norm:
-the size of h is not heard by it (up to its ε).
+it does not depend on the size of h (up to its ε).
 
 Cost: one row at full depth a token, in batches where a matrix is read once for all rows; 2 stages · width
 bytes a token. Source of the recipe: "EAGLE" (Li et al. 2024) §3.2, which trains on the text of the model's
@@ -22,8 +22,6 @@ users; that greedy drafts need the model's own text is in docs/how-to/import-and
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,9 +35,10 @@ from torch import Tensor
 from topograd.convert.prompts import Prompts, Row
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.files import hold_lock, read_json, saving_tensors, sync, write_json
+from topograd.files import hold_lock, read_json, replacing, saving_tensors, write_json
 from topograd.limits import SEED, check_numbers
 from topograd.runs.tensor_files import tensors_digest
+from topograd.runtime.protocol import device_of
 from topograd.runtime.quantize import check_precision
 
 FORMAT = "topograd-own-text"
@@ -98,9 +97,8 @@ class OwnText:
         """The text in `folder`, if it is of these weights."""
         file = Path(folder) / NAME
         if not file.is_file():
-            raise RunError(
-                f"{folder} holds no text of a model", remedy="make some with: topograd retrofit RUN"
-            )
+            remedy = "make some with: topograd retrofit RUN"
+            raise RunError(f"{folder} holds no text of a model", remedy=remedy)
         values = read_json(file)
         try:
             if values["format"] != FORMAT or values["version"] != VERSION:
@@ -109,9 +107,8 @@ class OwnText:
         except (KeyError, TypeError, ValueError) as problem:
             raise RunError(f"{file} is damaged ({problem})", remedy=f"delete {folder}") from None
         if of != weights:
-            raise RunError(
-                f"{folder} holds the text of a model with other weights", remedy="give another folder"
-            )
+            message = f"{folder} holds the text of a model with other weights"
+            raise RunError(message, remedy="give another folder")
         return cls(Path(folder), weights, config)
 
     @property
@@ -130,14 +127,9 @@ class OwnText:
 
     def take(self, rows: Sequence[int]) -> Block:
         """These rows, of any blocks."""
-        parts: list[list[Tensor]] = [[], [], []]
-        for row in rows:
-            block, place = divmod(row, self.config.rows)
-            for part, tensor in zip(
-                parts, _read(self.blocks[block], ("tokens", "own", "states"), place), strict=True
-            ):
-                part.append(tensor)
-        tokens, own, states = (torch.stack(part) for part in parts)
+        places = [divmod(row, self.config.rows) for row in rows]
+        each = [_read(self.blocks[block], ("tokens", "own", "states"), place) for block, place in places]
+        tokens, own, states = (torch.stack(part) for part in zip(*each, strict=True))
         return Block(tokens.long(), own.bool(), states.float())
 
 
@@ -162,12 +154,11 @@ def write_own_text(
     config: OwnTextConfig | None = None,
     on_tokens: OnTokens | None = None,
 ) -> OwnText:
-    """Let the model write until there are at least `tokens` tokens; go on behind what is there."""
+    """Let the model write until there are at least `tokens` tokens; what is there is kept."""
     config = config or OwnTextConfig()
     if config.length > engine.context:
-        raise ConfigError(
-            f"rows have {config.length} tokens and the model reads {engine.context}", remedy="give less"
-        )
+        problem = f"rows have {config.length} tokens and the model reads {engine.context}"
+        raise ConfigError(problem, remedy="give less")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder / "lock"):
@@ -176,22 +167,20 @@ def write_own_text(
             write_json(folder / NAME, about)
         text = OwnText.open(folder, weights)
         if text.config != config:
-            raise RunError(
-                f"{folder} was written with {text.config}, not {config}", remedy="give another folder"
-            )
+            problem = f"{folder} was written with {text.config}, not {config}"
+            raise RunError(problem, remedy="give another folder")
         for file in text.blocks:
             _verify(file)
         while text.tokens < tokens:
             if on_tokens is not None:
                 on_tokens(text.tokens, tokens)
-            number = next(n for n in itertools.count() if not _block_file(folder, n).exists())
-            _save(_block_file(folder, number), _write_block(engine, prompts, config, number))
+            files = ((n, folder / f"block-{n:05d}.safetensors") for n in itertools.count())
+            number, file = next((n, file) for n, file in files if not file.exists())
+            tensors = _write_block(engine, prompts, config, number)
+            with replacing(file) as temporary, saving_tensors(file):
+                save_file(tensors, temporary, metadata={"sha256": tensors_digest(tensors)})
             text = OwnText.open(folder, weights)
     return text
-
-
-def _block_file(folder: Path, number: int) -> Path:
-    return folder / f"block-{number:05d}.safetensors"
 
 
 def _verify(file: Path) -> None:
@@ -208,18 +197,6 @@ def _unreadable(file: Path, problem: object) -> DataError:
     return DataError(f"{file} cannot be read ({problem})", remedy="delete it, and it is written again")
 
 
-def _save(file: Path, tensors: dict[str, Tensor]) -> None:
-    """A block, whole or not at all."""
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with saving_tensors(file):
-            save_file(tensors, temporary, metadata={"sha256": tensors_digest(tensors)})
-        sync(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 @torch.inference_mode()
 def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number: int) -> dict[str, Tensor]:
     tokenizer = prompts.tokenizer
@@ -229,8 +206,9 @@ def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number
     begun = min(config.length, min(len(row.given) for row in rows))
     batch = engine.start([row.begin(begun) for row in rows])
     full = engine.exits[-1]
-    generator = torch.Generator(engine_device(engine)).manual_seed((config.seed * 2**20 + number) % 2**63)
-    heat = torch.zeros(config.rows, 1, device=engine_device(engine))
+    device = device_of(engine.stack)
+    generator = torch.Generator(device).manual_seed((config.seed * 2**20 + number) % 2**63)
+    heat = torch.zeros(config.rows, 1, device=device)
     heat[::SAMPLED_EVERY] = TEMPERATURE
     for length in range(begun, config.length + 1):
         engine.run(batch, full)
@@ -249,11 +227,6 @@ def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number
         "own": torch.tensor([row.own for row in rows], dtype=torch.uint8),
         "states": kept.half().cpu().contiguous(),
     }
-
-
-def engine_device(engine: Engine) -> torch.device:
-    """Where the engine computes."""
-    return next(iter(engine.stack.parameters()), next(iter(engine.stack.buffers()), torch.empty(0))).device
 
 
 def _choose(logits: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:

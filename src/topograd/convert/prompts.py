@@ -1,4 +1,4 @@
-"""Beginnings of texts, as many as are asked for, for a model to go on from: code, prose, questions.
+"""Prompts for a model to continue, as many as are asked for: code, prose, questions.
 
 What a drafter learns from is text that its model wrote itself, so what matters of a prompt is that the next
 one leads elsewhere. Two sources, both offline:
@@ -28,42 +28,22 @@ WHOLE = 0.1
 """The share of rows that are all text of the corpus, which the model reads and does not write."""
 
 TEMPLATES = (
-    "What is {}?",
-    "Explain {} in simple terms.",
-    "Explain {} to a ten year old.",
-    "Give me five facts about {}.",
-    "List the advantages and disadvantages of {}.",
-    "List ten things to know about {}.",
-    "Write a short story about {}.",
-    "Write a poem about {}.",
-    "Write an email to a colleague about {}.",
-    "Write a paragraph about the history of {}.",
-    "How does {} work?",
-    "How do I get started with {}?",
-    "What are the most common mistakes with {}?",
-    "What are the main parts of {}?",
-    "Why is {} important?",
-    "Describe {} step by step.",
-    "Give me a recipe or a plan that involves {}.",
-    "Compare {} with something similar.",
-    "Summarize what people should know about {}.",
-    "Write a dialogue between two people who talk about {}.",
-    "What questions should I ask about {}?",
-    "Make a table of contents for a book about {}.",
-    "Write a product description for {}.",
-    "What would the world be like without {}?",
-    "Write a Python function that has to do with {}.",
-    "Write a Python class that models {}.",
-    "Give an example of {}.",
-    "What is the difference between {} and {}?",
-    "Is {} better than {}? Argue both sides.",
-    "Write a news report about {}.",
-    "Give me advice on {}.",
-    "Translate a sentence about {} into French and explain it.",
-    "Write a quiz with answers about {}.",
-    "Create a weekly schedule around {}.",
-    "Who invented {}, and why?",
-)
+    "What is {}?", "Explain {} in simple terms.", "Explain {} to a ten year old.",
+    "Give me five facts about {}.", "List the advantages and disadvantages of {}.",
+    "List ten things to know about {}.", "Write a short story about {}.", "Write a poem about {}.",
+    "Write an email to a colleague about {}.", "Write a paragraph about the history of {}.",
+    "How does {} work?", "How do I get started with {}?", "What are the most common mistakes with {}?",
+    "What are the main parts of {}?", "Why is {} important?", "Describe {} step by step.",
+    "Give me a recipe or a plan that involves {}.", "Compare {} with something similar.",
+    "Summarize what people should know about {}.", "Write a dialogue between two people who talk about {}.",
+    "What questions should I ask about {}?", "Make a table of contents for a book about {}.",
+    "Write a product description for {}.", "What would the world be like without {}?",
+    "Write a Python function that has to do with {}.", "Write a Python class that models {}.",
+    "Give an example of {}.", "What is the difference between {} and {}?",
+    "Is {} better than {}? Argue both sides.", "Write a news report about {}.", "Give me advice on {}.",
+    "Translate a sentence about {} into French and explain it.", "Write a quiz with answers about {}.",
+    "Create a weekly schedule around {}.", "Who invented {}, and why?",
+)  # fmt: skip
 SUBJECTS = (
     "photosynthesis", "the French Revolution", "sorting a list", "a bicycle", "machine learning", "bread",
     "black holes", "a binary tree", "climate change", "chess", "the human heart", "a bank account",
@@ -150,18 +130,16 @@ class Row:
         """The next beginning; `ended` says whether the model itself ended what came before."""
         if self.chats and self.prompts.chat is not None:
             chat, first = self.prompts.chat, not (self._begun and ended)
-            tokens = [*(chat.first if first else chat.later), *self._question(), *chat.behind]
+            template = self.generator.choice(TEMPLATES)
+            subjects = self.generator.sample(SUBJECTS, template.count("{}"))
+            question = self.prompts.tokenizer.encode(template.format(*subjects))
+            tokens = [*(chat.first if first else chat.later), *question, *chat.behind]
             if first and self._begun:
                 tokens.insert(0, self.prompts.tokenizer.separator)
         else:
             tokens = [self.prompts.tokenizer.separator, *self._excerpt()]
         self._begun = True
         return tokens
-
-    def _question(self) -> list[int]:
-        template = self.generator.choice(TEMPLATES)
-        subjects = self.generator.sample(SUBJECTS, template.count("{}"))
-        return self.prompts.tokenizer.encode(template.format(*subjects))
 
     def _excerpt(self) -> list[int]:
         document = self.generator.choice(self.prompts.documents).text

@@ -1,15 +1,15 @@
-"""Retrofit: what a frozen model can be given so that it writes faster, in a adapter; the base stays as it is.
+"""Retrofit: what a frozen model can be given, in an adapter, so that it writes faster; the base is unchanged.
 
-    own text     the model goes on from many beginnings, in batches; its states are kept (`own_text.py`)
-    draft stage  one layer that reads states one position late, taught on that (`draft_training.py`)
+    own text     the model continues many prompts, in batches; its states are kept (`own_text.py`)
+    draft stage  one layer that reads states one position late, trained on that (`draft_training.py`)
     table        what followed runs of tokens in that text (`decode/lookup.py`)
     exits        what the stages before the last predict, read through translators (`translators.py`)
 
 The text of a user, `data`, gives beginnings and rows that are read and not written, beside the model's own.
 The parameters of the base are read and never written: it is bit-identical before and after.
 
-Cost: a token of own text is a row at full depth in a batch, and the teaching about as much again. Both
-survive a kill and go on; the work is in the folder `text`, or beside the adapter until that is whole.
+Cost: a token of own text is a row at full depth in a batch, and the training about as much again. Both
+survive a kill and resume; the work is in the folder `text`, or beside the adapter until that is whole.
 """
 
 from __future__ import annotations
@@ -74,17 +74,13 @@ def retrofit(
 ) -> dict[str, Any]:
     """Make the adapter `out` of a run, by default its own `draft/`, and say what came of it.
 
-    `text` is a folder that keeps the model's own text, `init` a adapter whose stage is taught on; with
+    `text` is a folder that keeps the model's own text, `init` an adapter whose stage is trained further; with
     `exits`, the stages before the last are given readings that prefixes and `calibrate` then use.
     """
     config, began = config or RetrofitConfig(), time.perf_counter()
     if init is not None and (config.depths, config.slots) != (1, 1):
-        raise ConfigError(
-            "a draft stage that is taught on keeps its depths and slots",
-            setting="init",
-            given=init,
-            remedy="leave --depths and --slots out",
-        )
+        problem = "a draft stage that is taught on keeps its depths and slots"
+        raise ConfigError(problem, setting="init", given=init, remedy="leave --depths and --slots out")
     folder = retrofit_folder(session) if out is None else Path(out)
     check_room(session, folder)
     work = folder.with_name(f"{folder.name}.work") if text is None else Path(text)
@@ -97,7 +93,9 @@ def retrofit(
     if init is None:
         counted = torch.from_numpy(tokens[learning])
         vocabulary = rank_tokens(counted, session.config.model.vocab, config.vocabulary)
-        depths = read_exits(len(session.plan.predicting()), config.depths)
+        last = len(session.plan.predicting()) - 1
+        count = min(config.depths, last + 1)
+        depths = [last - i * last // max(count - 1, 1) for i in reversed(range(count))]  # equally far apart
         stage = DraftStage(session.stack, vocabulary, depths, config.slots)
     else:
         stage = open_retrofit(session, init).stage.train().requires_grad_(True)
@@ -131,7 +129,7 @@ def retrofit(
         settings={"found": found, "config": asdict(config), "init": None if init is None else str(init)},
         card=_card(session, found),
     )
-    session.remembered.clear()  # it may be of a adapter that was there before
+    session.remembered.clear()  # it may be of an adapter that was there before
     if text is None:
         shutil.rmtree(work)
     return {"run": str(session.run.folder), "adapter": str(adapter.folder), **found} | {
@@ -139,24 +137,16 @@ def retrofit(
     }
 
 
-def read_exits(exits: int, depths: int) -> list[int]:
-    """The exits, from 0, whose states a draft stage reads: the last, and earlier ones at equal distances."""
-    count = min(depths, exits)
-    return [exits - 1 - i * (exits - 1) // max(count - 1, 1) for i in reversed(range(count))]
-
-
 def check_room(session: LoadedTextRun, folder: Path) -> None:
     """Refuse, before long work, a folder that cannot be the adapter and a model that cannot have one."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(
-            f"{folder} exists and is not an empty folder", remedy="pass another --out, or remove it"
-        )
+        remedy = "pass another --out, or remove it"
+        raise RunError(f"{folder} exists and is not an empty folder", remedy=remedy)
     prediction = session.plan.prediction
     if prediction.full != ((session.plan.last, 1.0),):
-        raise ConfigError(
-            f"{session.run.folder} predicts by several stages ({prediction.kind})",
-            remedy="a draft stage hears one: retrofit a model that predicts by its last stage",
-        )
+        problem = f"{session.run.folder} predicts by several stages ({prediction.kind})"
+        remedy = "a draft stage reads one: retrofit a model that predicts by its last stage"
+        raise ConfigError(problem, remedy=remedy)
     DraftStage(session.stack, torch.arange(2))
 
 

@@ -142,7 +142,7 @@ def _transform(name: str, config: TransformerConfig, naming: Naming) -> tuple[Ma
         return (lambda x: x - 1), (lambda x: x + 1)
     if config.family in ("llama", "mistral") and module.endswith((".query", ".key")):
         width = config.head_width
-        return (lambda x: _halves(x, width)), (lambda x: _adjacent(x, width))
+        return (lambda x: _swapped(x, width // 2, 2)), (lambda x: _swapped(x, 2, width // 2))
     return None, None
 
 
@@ -150,11 +150,6 @@ def _transposed(x: Tensor) -> Tensor:
     return x.t().contiguous()
 
 
-def _halves(x: Tensor, width: int) -> Tensor:
-    """Rows of heads whose pairs (i, i + half) are adjacent, with halves."""
-    return x.reshape(-1, width // 2, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-
-
-def _adjacent(x: Tensor, width: int) -> Tensor:
-    """Rows of heads with halves, with pairs (i, i + half) adjacent: what llama.cpp rotates."""
-    return x.reshape(-1, 2, width // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+def _swapped(x: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows of heads in another order: (half, 2) are adjacent pairs (i, i + half), (2, half) the halves."""
+    return x.reshape(-1, outer, inner, *x.shape[1:]).transpose(1, 2).reshape(x.shape)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topograd.decode.grammar import SPACES
+from topograd.decode.text import held_from
 from topograd.errors import ConfigError
 
 MAX_CALLS = 16
@@ -74,20 +75,20 @@ class CallFormat:
         """
 
         def marker(text: str) -> str:
-            return f"<[{tokens[text]}]>" if text in tokens else _quoted(text)
+            return f"<[{tokens[text]}]>" if text in tokens else json.dumps(text)
 
         numbered = list(enumerate(tools.items()))
         if self is NAMED:
-            heads = [f"{_quoted(name)} {marker('[ARGS]')} args_{i}" for i, (name, _) in numbered]
+            heads = [f"{json.dumps(name)} {marker('[ARGS]')} args_{i}" for i, (name, _) in numbered]
         else:
-            begins = [_quoted(f'{{"name": "{name}", "{self.key}": ') for name in tools]
+            begins = [json.dumps(f'{{"name": "{name}", "{self.key}": ') for name in tools]
             heads = [f'{begin} args_{i} "}}"' for i, begin in enumerate(begins)]
         opening = marker(self.opening)
 
         def again(item: str, between: str = "") -> str:
             return f" ({between} {item}){{0,{MAX_CALLS - 1}}}" if several else ""
 
-        line, comma, semicolon = map(_quoted, ("\n", ", ", "; "))
+        line, comma, semicolon = map(json.dumps, ("\n", ", ", "; "))
         calls = {
             "hermes": f"tagged{again('tagged', line)}\n"
             f"tagged: {opening} {line} call {line} {marker(self.closing)}",
@@ -105,10 +106,6 @@ HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")
 LLAMA = CallFormat("llama", "<|python_tag|>", key="parameters", bare=True)
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]")
 NAMED = CallFormat("named", "[TOOL_CALLS]")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
@@ -164,7 +161,7 @@ class CallParser:
             return [Delta(content)]
         cut = 0 if self._trim else len(held)
         if not last:
-            cut = len(held[: _beginning(held, opening)].rstrip())
+            cut = len(held[: held_from(held, [opening], len(opening))].rstrip())
         released, self._held = held[:cut], self._held[cut:]
         self._begun |= bool(released)
         return [Delta(released)] if released else None
@@ -258,12 +255,6 @@ class CallParser:
         return []
 
 
-def _beginning(text: str, tag: str) -> int:
-    """Where the longest end of a text begins that is the beginning of a tag."""
-    starts = range(max(0, len(text) - len(tag) + 1), len(text))
-    return next((start for start in starts if tag.startswith(text[start:])), len(text))
-
-
 def _object(text: str) -> Any:
     try:
         return json.loads(text)
@@ -280,9 +271,8 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             text = call["function"].get("arguments") or "{}"
             arguments = _object(text)
             if not isinstance(arguments, dict):
-                raise ConfigError(
-                    "the arguments of a call are no JSON object", setting="messages", given=text[:40]
-                )
+                problem = "the arguments of a call are no JSON object"
+                raise ConfigError(problem, setting="messages", given=text[:40])
             calls.append({**call, "function": {**call["function"], "arguments": arguments}})
         made.append({**message, **({"tool_calls": calls} if calls else {})})
     return made

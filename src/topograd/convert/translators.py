@@ -48,7 +48,7 @@ def fit_exits(
     work: Path | None = None,
 ) -> tuple[dict[int, Translator], list[dict[str, Any]]]:
     """The translators of all exits but the last, by head, and how often each exit says what full depth says:
-    with its translator, and without one (`lens`). With a `work` folder a call that was stopped goes on."""
+    with its translator, and without one (`lens`). With a `work` folder a stopped call is resumed."""
     rows = training_rows(len(text))
     measuring = greedy_rows(text, heldout_rows(len(text)))[:MEASURED_ROWS]
     tokens = torch.from_numpy(text.all_tokens()[0][rows])

@@ -73,9 +73,8 @@ def bench_decode(
     text = heldout_text(session, None, settings.bytes)
     seen, unseen = heldout_readings(session, text, engine=engine).split()
     if not len(seen) or not len(unseen):
-        raise ConfigError(
-            setting="bytes", given=settings.bytes, allowed="enough for two windows of held-out text"
-        )
+        allowed = "enough for two windows of held-out text"
+        raise ConfigError(setting="bytes", given=settings.bytes, allowed=allowed)
     calibration = Calibration.of(seen, session.step)
     tuning = tune(engine, text, open_retrofit(session) if has_retrofit(session) else None)
     prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)
@@ -106,7 +105,7 @@ def bench_decode(
             }
             for exit_ in range(engine.last)
         ],
-        "wand": _wand(engine, calibration, unseen, speed, written),
+        "wand": _wand(strategies, unseen, speed, written),
         "speculate": _speculation(strategies["speculate"], text, tuning, prompts, speed, rate, written),
         "sampled": _sampled(written, seconds, rate),
         "batch": _batched(strategies["speculate"], text, settings),
@@ -214,26 +213,21 @@ def _strategies(
 
 
 def _wand(
-    engine: Engine,
-    calibration: Calibration,
+    strategies: Mapping[str, DecodeStrategy],
     unseen: Readings,
     speed: Mapping[str, Any],
     written: Mapping[str, Continued],
 ) -> dict[str, Any]:
     """Every rule's point of the curve; the headline is the fastest with the agreement that is wanted."""
     curve = []
-    for name in (name for name in speed if name.startswith("wand:")):
-        _, rule, *number = name.split(":")
-        limits = (
-            thresholds(calibration, "flip-rate", eps=float(number[0]))
-            if number
-            else thresholds(calibration, rule)  # type: ignore[arg-type]
-        )
-        left = exits(unseen, limits)
-        shares = torch.bincount(left, minlength=engine.last + 1).double() / len(left)
+    for name, strategy in strategies.items():
+        if not isinstance(strategy, Wand):
+            continue
+        left = exits(unseen, strategy.thresholds)
+        shares = torch.bincount(left, minlength=strategy.engine.last + 1).double() / len(left)
         curve.append(
             {
-                "rule": ":".join([rule, *number]),
+                "rule": name.removeprefix("wand:"),
                 "speedup": speed[name]["median"],
                 "spread": speed[name],
                 "agreement": agreement(unseen, left),

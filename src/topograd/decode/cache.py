@@ -123,11 +123,8 @@ class Cache:
         """
         length = len(source) if length is None else length
         if not 0 <= length <= len(source):
-            raise StackError(
-                f"{length} positions cannot be copied from a sequence of {len(source)}",
-                setting="length",
-                given=length,
-            )
+            allowed = f"0 to {len(source)}, the positions of the sequence"
+            raise StackError(setting="length", given=length, allowed=allowed)
         place = self._take(length + 1)
         slots = self._table.slots[place.room]
         twin = Sequence(self, place, len(self.plan.stages), sampling or source.sampling, source.index)
@@ -167,12 +164,9 @@ class Cache:
         if stop < place.room:
             return
         if stop > self.capacity:
-            raise StackError(
-                f"a sequence would pass {self.capacity} positions",
-                setting="stop",
-                given=stop,
-                remedy="make a cache with more capacity",
-            )
+            problem = f"a sequence would pass {self.capacity} positions"
+            remedy = "make a cache with more capacity"
+            raise StackError(problem, setting="stop", given=stop, remedy=remedy)
         self._last = self._ctx = None
         room = self._table.growth(place, stop + 1)
         if room is not None:
@@ -266,6 +260,10 @@ class Cache:
             sequence.tokens.extend(new)
         self._ctx = None
 
+    def pending(self, sequence: Sequence, stage: int) -> int:
+        """How many positions are pending before a stage, once the stages that it reads have run."""
+        return len(sequence) - sequence.marks[stage]
+
     def _embed(self, new: list[list[int]], last: list[list[int]]) -> Tensor:
         """x0 (rows, time, ...) of the next tokens of each sequence, which may have none before them."""
         inputs = send(new, self.device)
@@ -276,10 +274,6 @@ class Cache:
         import torch
 
         return torch.cat([self._embed([row], [before]) for row, before in zip(new, last, strict=True)])
-
-    def pending(self, sequence: Sequence, stage: int) -> int:
-        """How many positions are pending before a stage, once the stages that it reads have run."""
-        return len(sequence) - sequence.marks[stage]
 
     def run(self, batch: Batch, stage: int) -> None:
         """Run what is pending before `stage` and before the stages that it reads, each as one batch."""
@@ -416,12 +410,8 @@ class Cache:
         counts = [1] * len(batch) if counts is None else counts
         for sequence, count in zip(batch, counts, strict=True):
             if sequence.marks[stage] < count:
-                raise StackError(
-                    f"stage {stage + 1} has not run that many positions",
-                    setting="counts",
-                    given=count,
-                    remedy="run it first",
-                )
+                problem = f"stage {stage + 1} has not run that many positions"
+                raise StackError(problem, setting="counts", given=count, remedy="run it first")
         order = sorted(range(len(batch)), key=lambda i: batch[i].place.key) if len(batch) > 1 else [0]
         rows = [batch[i] for i in order]
         starts = [batch[i].marks[stage] - counts[i] for i in order]
@@ -431,11 +421,8 @@ class Cache:
         """Forget everything from these positions on."""
         for sequence, length in zip(batch, lengths, strict=True):
             if not 0 <= length <= len(sequence):
-                raise StackError(
-                    f"cannot go back to {length}: the sequence has {len(sequence)} positions",
-                    setting="lengths",
-                    given=length,
-                )
+                allowed = f"0 to {len(sequence)}, the positions of the sequence"
+                raise StackError(setting="lengths", given=length, allowed=allowed)
         for sequence, length in zip(batch, lengths, strict=True):
             if length == len(sequence):
                 continue

@@ -48,14 +48,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from topograd.decode.calibration.measure import Calibration, PositionCosts
-    from topograd.decode.calibration.policy import (
-        Rule,
-    )
+    from topograd.decode.calibration.policy import Rule
     from topograd.decode.calibration.tune import Tuning
-    from topograd.decode.drafters import (
-        AutoregressiveDrafter,
-        LookupDrafter,
-    )
+    from topograd.decode.drafters import AutoregressiveDrafter, LookupDrafter
     from topograd.decode.retrofitted import Retrofitted
     from topograd.decode.wand import Wand
     from topograd.nn.translator import Translator
@@ -70,17 +65,16 @@ PRUNING_VOCAB = 8192
 
 def engine_of(session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> Engine:
     """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
-    file: Path | None = weights_file(session.run.folder, weights)
-    if weights == "float32" or not (file and file.exists()):
-        file = None
+    kept = weights_file(session.run.folder, weights)
+    file = kept if weights != "float32" and kept.exists() else None
     precision, context, exits = (
         check_precision(weights),
         session.config.model.context,
         partial(_exits, session),
     )
     place = _place(session, runtime, precision, file)
-    if place is not None and (kept := open_kept(place, precision, lambda: session.stack)) is not None:
-        return Engine(None, session.plan, context, kept, exits)
+    if place is not None and (packed := open_kept(place, precision, lambda: session.stack)) is not None:
+        return Engine(None, session.plan, context, packed, exits)
     made = None if file is None else load_weights(file, precision, session.weights)
     chosen = runtime_of(session.stack, runtime, weights, made)
     engine = Engine(session.stack, session.plan, context, chosen, exits)
@@ -145,13 +139,9 @@ def strategy_of(
         return _wand(depth, rest, load_calibration(session, engine.runtime)[0], engine)
     if kind == "speculate":
         return _speculate(depth, rest, session, engine, greedy, draft, costs)
-    raise ConfigError(
-        f"depth {depth!r} is unknown",
-        setting="depth",
-        given=depth,
-        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, router, shrinkage, wand or "
-        "speculate, wand:RULE:NUMBER or speculate:WHO+WHO",
-    )
+    known = "full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, router, shrinkage, wand or speculate"
+    remedy = f"use {known}, wand:RULE:NUMBER or speculate:WHO+WHO"
+    raise ConfigError(f"depth {depth!r} is unknown", setting="depth", given=depth, remedy=remedy)
 
 
 def default_depth(session: LoadedTextRun, runtime: Runtime) -> str:
@@ -202,14 +192,9 @@ def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine) -> Wa
     rule: Rule | None = next((rule for rule in get_args(Rule) if rule == name), None)
     if rule is None:
         raise ConfigError(setting="wand_rule", given=name, allowed=f"one of {', '.join(get_args(Rule))}")
-    if not number:
-        limits = thresholds(calibration, rule)
-    elif rule == "flip-rate":
-        limits = thresholds(calibration, rule, eps=_number(depth, number))
-    else:
-        limits = thresholds(calibration, rule, safety=_number(depth, number))
+    given = {"eps" if rule == "flip-rate" else "safety": _number(depth, number)} if number else {}
     bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
-    return Wand(engine, limits, bounds)
+    return Wand(engine, thresholds(calibration, rule, **given), bounds)
 
 
 def _speculate(
@@ -271,12 +256,9 @@ def _drafter(
     if is_adapter(word):
         return DraftStageDrafter(engine, _retrofitted(session, word).stage)
     if not word or not Path(word).is_dir():
-        raise ConfigError(
-            f"depth {depth!r} names the drafter {word!r}, which is unknown",
-            setting="drafter",
-            given=word,
-            remedy="use lookup, table, draft, a number of tokens, or the folder of a smaller run",
-        )
+        problem = f"depth {depth!r} names the drafter {word!r}, which is unknown"
+        remedy = "use lookup, table, draft, a number of tokens, or the folder of a smaller run"
+        raise ConfigError(problem, setting="drafter", given=word, remedy=remedy)
     small = session.once(("run", word), lambda: _small(session, Path(word)))
     return ModelDrafter(engine, small, Path(word).name, vocabulary=tokens)
 
@@ -300,12 +282,8 @@ def _small(session: LoadedTextRun, folder: Path) -> Engine:
     """A run that drafts for another."""
     other = open_session(folder)
     if other.tokenizer.digest != session.tokenizer.digest:
-        raise ConfigError(
-            f"the draft model {folder} has another tokenizer than {session.run.folder}",
-            setting="draft",
-            given=folder,
-            remedy="give a run with the same",
-        )
+        problem = f"the draft model {folder} has another tokenizer than {session.run.folder}"
+        raise ConfigError(problem, setting="draft", given=folder, remedy="give a run with the same")
     return engine_of(other)
 
 
@@ -313,10 +291,6 @@ def _number(depth: str, text: str, whole: bool = False) -> float:
     try:
         return int(text) if whole else float(text)
     except ValueError:
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(
-            f"depth {depth!r} has {text!r} where {kind} belongs",
-            setting="depth",
-            given=depth,
-            remedy="see topograd generate --help",
-        ) from None
+        problem = f"depth {depth!r} has {text!r} where {'a whole' if whole else 'a'} number belongs"
+        remedy = "see topograd generate --help"
+        raise ConfigError(problem, setting="depth", given=depth, remedy=remedy) from None

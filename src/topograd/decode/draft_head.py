@@ -21,8 +21,8 @@ from topograd.decode.engine import Engine
 from topograd.nn.draft_stage import unit
 from topograd.nn.heads import Head, HeadedStack
 from topograd.nn.stack import Stack
+from topograd.runtime.native.runtime import NativeRuntime
 from topograd.runtime.protocol import Runtime, TorchRuntime
-from topograd.runtime.quantize import check_precision
 
 PRUNED_TOKENS = 8192
 PRUNED_SHARE = 4
@@ -34,14 +34,11 @@ def pruned_size(vocab: int) -> int:
     return max(2, min(PRUNED_TOKENS, vocab // PRUNED_SHARE))
 
 
-def runtime_like(engine: Engine, stack: Stack) -> Runtime:
+def runtime_like(engine: Engine, stack: Stack) -> TorchRuntime | NativeRuntime:
     """A runtime for a small stack beside an engine's: the kernels in the engine's precision, or torch."""
-    if engine.runtime.name != "native":
-        return TorchRuntime(stack.for_decoding())
-    from topograd.runtime.native.runtime import NativeRuntime
-
-    assert isinstance(engine.runtime, NativeRuntime)
-    return NativeRuntime(stack, check_precision(engine.runtime.precision), threads=engine.runtime.threads)
+    if isinstance(engine.runtime, NativeRuntime):
+        return NativeRuntime(stack, engine.runtime.precision, threads=engine.runtime.threads)
+    return TorchRuntime(stack.for_decoding())
 
 
 def pruned_stack(stack: HeadedStack, number: int, vocabulary: Tensor) -> HeadedStack:

@@ -26,6 +26,9 @@ MODEL_RULE = DraftRule(0.3, 5)
 class Twin:
     """A drafter's own sequence of a text."""
 
+    guesses: Tensor
+    """Of a block that was computed: (slots, tokens)."""
+
     def __init__(self, cache: Cache) -> None:
         self.sequence = cache.new()
         self.known = 0
@@ -35,11 +38,35 @@ class Twin:
         self.sequence.cache.free(self.sequence)
 
 
-class ModelDrafter:
-    """The full depth of another model."""
+class TwinDrafter:
+    """A drafter with a cache of its own, and in it a sequence of each text."""
 
+    name: str
     exit: int | None = None
     most = MAX_DRAFT
+    _cache: Cache
+
+    def twin(self, sequence: Sequence) -> Twin:
+        """Its own sequence of a text."""
+        if self.name not in sequence.drafter_state:
+            sequence.drafter_state[self.name] = Twin(self._cache)
+        twin: Twin = sequence.drafter_state[self.name]
+        return twin
+
+    def roll_back(self, sequence: Sequence, most: int) -> int:
+        """Keep of the twin what it has in common with the text but for its last token: how much that is."""
+        own = self.twin(sequence).sequence
+        length = min(common_prefix(own.tokens, sequence.tokens), most, len(sequence) - 1)
+        self._cache.truncate([own], [length])
+        return length
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(rows,): the probability of the likeliest token."""
+        return certainty(logits)
+
+
+class ModelDrafter(TwinDrafter):
+    """The full depth of another model."""
 
     def __init__(
         self,
@@ -51,12 +78,9 @@ class ModelDrafter:
     ) -> None:
         """With a `vocabulary` it guesses its tokens only."""
         if small.vocab > engine.vocab:
-            raise ConfigError(
-                f"the draft model {name} predicts {small.vocab} tokens and the model {engine.vocab}",
-                setting="small",
-                given=name,
-                remedy="give one with the same tokenizer",
-            )
+            problem = f"the draft model {name} predicts {small.vocab} tokens and the model {engine.vocab}"
+            remedy = "give one with the same tokenizer"
+            raise ConfigError(problem, setting="small", given=name, remedy=remedy)
         self.small, self.name, self.rule = small, name, rule or MODEL_RULE
         self._full, self._cache = small.exits[-1], small.new_cache()
         if vocabulary is not None:  # the small model may predict fewer tokens
@@ -67,19 +91,11 @@ class ModelDrafter:
         fits = [len(sequence) < self.small.context for sequence in batch]
         for sequence, on in zip(batch, fits, strict=True):
             if on:
-                own = self._twin(sequence)
-                common = common_prefix(own.tokens, sequence.tokens)
-                self._cache.truncate([own], [min(common, len(sequence) - 1)])
+                self.roll_back(sequence, len(sequence))
         return fits
 
-    def _twin(self, sequence: Sequence) -> Sequence:
-        if self.name not in sequence.drafter_state:
-            sequence.drafter_state[self.name] = Twin(self._cache)
-        twin: Twin = sequence.drafter_state[self.name]
-        return twin.sequence
-
     def step(self, batch: Batch, drafts: abc.Sequence[Draft]) -> Tensor:
-        own = [self._twin(sequence) for sequence in batch]
+        own = [self.twin(sequence).sequence for sequence in batch]
         new = []
         for mine, sequence, draft in zip(own, batch, drafts, strict=True):
             text = [*sequence.tokens, *draft.tokens]
@@ -87,9 +103,6 @@ class ModelDrafter:
         self._cache.push(own, new)
         self.small.run(own, self._full)
         return self.head.logits(own)
-
-    def scores(self, logits: Tensor) -> Tensor:
-        return certainty(logits)
 
 
 def common_prefix(a: abc.Sequence[int], b: abc.Sequence[int]) -> int:

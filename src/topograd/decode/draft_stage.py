@@ -3,7 +3,7 @@
 When a round begins, the model has run all tokens of a sequence but the last. The stage reads the tokens that
 are new to it with the model's own states, as one batch, and predicts behind the last.
 
-    a chain     goes on from there with its own states, a pass for each guess
+    a chain     continues with its own states, a pass for each guess
     a block     the same pass has its empty slots behind the last token, and guesses for all of them
 
 Its keys and values of true states stay; those of drafted tokens and of slots are overwritten in the next
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from topograd.decode.cache import Batch, Cache
-from topograd.decode.draft_model import Twin, common_prefix
-from topograd.decode.drafters import MAX_DRAFT, Draft, DraftRule, certainty
+from topograd.decode.draft_head import runtime_like
+from topograd.decode.draft_model import Twin, TwinDrafter
+from topograd.decode.drafters import MAX_DRAFT, Draft, DraftRule
 from topograd.decode.engine import Engine
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
@@ -31,11 +32,9 @@ from topograd.exec.stage_cache import StageCache
 from topograd.nn.draft_stage import DraftStage, unit
 from topograd.nn.mkl_linear import MklLinear
 from topograd.nn.slots import Place, Spans
-from topograd.nn.stack import LayerContext, Stack
+from topograd.nn.stack import LayerContext
 from topograd.runtime.native.cache import Array, NativeStageCache
-from topograd.runtime.native.normed_linear import NormedLinear
-from topograd.runtime.native.runtime import NativeRuntime
-from topograd.runtime.protocol import Runtime, TorchRuntime
+from topograd.runtime.native.runtime import Head, NativeRuntime, normed_linear
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan
 
@@ -69,8 +68,8 @@ class _NativeJoin(NativeStageCache):
     previous: dict[Place, Tensor]
 
     def prepare(self, stage: DraftStage) -> None:
-        def packed(weight: Tensor) -> NormedLinear:
-            return NormedLinear(weight, self.runtime.precision, self.runtime.threads)
+        def packed(weight: Tensor) -> Head:
+            return normed_linear(weight, self.runtime.precision, self.runtime.threads)
 
         self._token, self._state = packed(stage.relay.token.weight), packed(stage.relay.state.weight)
         parts = () if stage.fusion is None else stage.fusion.weight.split(stage.stack.width, dim=1)
@@ -88,44 +87,23 @@ class _NativeJoin(NativeStageCache):
         return super().run_arrays(self._token(x0) + self._state(rows), x0, spans)
 
 
-class _TorchRuntime(TorchRuntime):
-    def stage_caches(self, plan: Plan, capacity: int) -> list[StageCache]:
-        return [_TorchJoin(self.stack, planned, capacity) for planned in plan.stages]
-
-
-class _NativeRuntime(NativeRuntime):
-    def stage_caches(self, plan: Plan, capacity: int) -> list[StageCache]:
-        return [_NativeJoin(self, planned, capacity) for planned in plan.stages]
-
-
-def _runtime(engine: Engine, stack: Stack) -> Runtime:
-    """The kernels in the engine's precision, or torch."""
-    if isinstance(engine.runtime, NativeRuntime):
-        return _NativeRuntime(stack, engine.runtime.precision, threads=engine.runtime.threads)
-    return _TorchRuntime(stack.for_decoding())
-
-
-class _Twin(Twin):
-    """With the guesses of a block that were computed: (slots, tokens)."""
-
-    guesses: Tensor
-
-
-class DraftStageDrafter:
+class DraftStageDrafter(TwinDrafter):
     """The draft stage, with a cache of its own beside the model's."""
 
-    exit: int | None = None
     name = "draft"
 
     def __init__(self, engine: Engine, stage: DraftStage, rule: DraftRule | None = None) -> None:
         if not engine.keeps_states:
-            raise ConfigError(
-                "a draft stage needs a model that keeps its states while it decodes", setting="engine"
-            )
+            problem = "a draft stage needs a model that keeps its states while it decodes"
+            raise ConfigError(problem, setting="engine")
         self.stage, self.rule, self.context = stage, rule or STAGE_RULE, engine.context
         self.vocabulary: Tensor | None = stage.vocabulary
         self.most = MAX_DRAFT if stage.masks is None else stage.slots
-        self._runtime = _runtime(engine, stage.stack)
+        self._runtime = runtime_like(engine, stage.stack)
+        if isinstance(self._runtime, NativeRuntime):
+            self._runtime.stage_cache = _NativeJoin
+        else:
+            self._runtime.stage_cache = _TorchJoin
         device = stage.vocabulary.device
         self._cache = Cache(self._runtime, Plan.of("1", 1), engine.context, device)
         (joined,) = self._cache.stages
@@ -137,24 +115,16 @@ class DraftStageDrafter:
         depths = [-1] if stage.depths is None else stage.depths.tolist()
         self._read = [engine.exits[i] for i in depths]
 
-    def _twin(self, sequence: Sequence) -> _Twin:
-        if self.name not in sequence.drafter_state:
-            sequence.drafter_state[self.name] = _Twin(self._cache)
-        twin: _Twin = sequence.drafter_state[self.name]
-        return twin
-
     def begin(self, batch: Batch) -> list[bool]:
         able = [sequence.cache.pending(sequence, self._full) == 1 for sequence in batch]
         for sequence, on in zip(batch, able, strict=True):
             if on:
-                twin = self._twin(sequence)
-                common = common_prefix(twin.sequence.tokens, sequence.tokens)
-                twin.known = min(common, twin.known, len(sequence) - 1)
-                self._cache.truncate([twin.sequence], [twin.known])
+                twin = self.twin(sequence)
+                twin.known = self.roll_back(sequence, twin.known)
         return able
 
     def step(self, batch: Batch, drafts: abc.Sequence[Draft]) -> Tensor:
-        twins, place = [self._twin(sequence) for sequence in batch], len(drafts[0].tokens)
+        twins, place = [self.twin(sequence) for sequence in batch], len(drafts[0].tokens)
         if place and self._slots is not None:
             return torch.stack([twin.guesses[place] for twin in twins])
         own = [twin.sequence for twin in twins]
@@ -189,7 +159,7 @@ class DraftStageDrafter:
         self._cache.run(own, 0)
 
     def _block(
-        self, twins: list[_Twin], new: list[list[int]], states: abc.Sequence[Tensor], slots: Tensor
+        self, twins: list[Twin], new: list[list[int]], states: abc.Sequence[Tensor], slots: Tensor
     ) -> Tensor:
         """One pass over the new tokens and the empty slots behind them; the guesses of the first place."""
         own = [twin.sequence for twin in twins]
@@ -218,6 +188,3 @@ class DraftStageDrafter:
             h if mine.tokens else torch.cat([first.to(h.dtype), h])
             for mine, h in zip(own, states, strict=True)
         ]
-
-    def scores(self, logits: Tensor) -> Tensor:
-        return certainty(logits)

@@ -45,6 +45,8 @@ from topograd.errors import ConfigError
 
 Guess = tuple[int, float]
 """A token that was looked up, and its score."""
+Guesses = Mapping[str, abc.Sequence[Guess]]
+"""By drafter."""
 MAX_DRAFT = 64
 MAX_BATCH_DRAFT = 3
 """Of each sequence where several are verified together: attention is as wide as the longest draft."""
@@ -132,12 +134,7 @@ class DraftPolicy(Protocol):
     """Which guesses are made and kept."""
 
     def choose(
-        self,
-        place: int,
-        chance: float,
-        guesses: Mapping[str, abc.Sequence[Guess]],
-        computed: str | None,
-        sequences: int,
+        self, place: int, chance: float, guesses: Guesses, computed: str | None, sequences: int
     ) -> tuple[str | None, int]:
         """Who drafts at this place of a draft, and how many tokens; (None, 0) ends the draft."""
 
@@ -147,28 +144,26 @@ class DraftPolicy(Protocol):
         """The chance that a draft is accepted with this guess in it, or None if it is not to be made."""
 
     def observe(self, name: str, promised: float, accepted: bool) -> None:
-        """A guess was judged, behind accepted ones."""
+        """A guess with this promised chance was judged, behind accepted ones."""
+        return
 
     def forget(self) -> None:
         """Drop what was observed."""
+        return
 
     def pays(self, chances: abc.Sequence[abc.Sequence[float]]) -> bool:
         """Whether the drafts of a batch are verified, by the chance that each of their tokens is accepted."""
+        return True
 
 
-class FirstMatchPolicy:
+class FirstMatchPolicy(DraftPolicy):
     """The first drafter that has a guess; each may have a threshold on its score and a longest draft."""
 
     def __init__(self, rules: Mapping[str, DraftRule]) -> None:
         self.rules = rules
 
     def choose(
-        self,
-        place: int,
-        chance: float,
-        guesses: Mapping[str, abc.Sequence[Guess]],
-        computed: str | None,
-        sequences: int,
+        self, place: int, chance: float, guesses: Guesses, computed: str | None, sequences: int
     ) -> tuple[str | None, int]:
         for name, rule in self.rules.items():
             if name == computed and place < rule.longest:
@@ -182,15 +177,6 @@ class FirstMatchPolicy:
     ) -> float | None:
         return chance if score > self.rules[name].threshold else None
 
-    def observe(self, name: str, promised: float, accepted: bool) -> None:
-        """It takes the first guess whatever became of others."""
-
-    def forget(self) -> None:
-        """There is nothing to forget."""
-
-    def pays(self, chances: abc.Sequence[abc.Sequence[float]]) -> bool:
-        return True
-
 
 class CompositeDrafter:
     """Several drafters, in order, and a policy that chooses among them at each place of a draft."""
@@ -201,22 +187,11 @@ class CompositeDrafter:
         drafters: abc.Sequence[LookupDrafter | AutoregressiveDrafter],
         policy: DraftPolicy | None = None,
     ) -> None:
-        if not drafters:
-            raise ConfigError(
-                "no drafter was given", setting="drafters", given=[], remedy="give at least one"
-            )
         names = [drafter.name for drafter in drafters]
         computing = [drafter for drafter in drafters if isinstance(drafter, AutoregressiveDrafter)]
-        if len(computing) > 1 or len(set(names)) < len(names):
-            raise ConfigError(
-                f"the drafters are {', '.join(names)}",
-                setting="drafters",
-                given=names,
-                remedy=(
-                    "give each once, and at most one that computes its drafts (a prefix, a "
-                    "draft stage, a model)"
-                ),
-            )
+        if not drafters or len(computing) > 1 or len(set(names)) < len(names):
+            allowed = "one or more, each once, at most one of them a prefix, a draft stage or a model"
+            raise ConfigError(setting="drafters", given=names, allowed=allowed)
         self.engine, self.name, self.drafters = engine, "+".join(names), list(drafters)
         self.lookups = [drafter for drafter in drafters if not isinstance(drafter, AutoregressiveDrafter)]
         self.computing = computing[0] if computing else None
@@ -252,10 +227,10 @@ class CompositeDrafter:
         room = min(self.engine.context - len(sequence) + draft.pushed, longest)
         if place >= room:
             return False
-        guesses = {
-            lookup.name: _fitting(sequence, draft, lookup.find(sequence, draft.tokens, room - place))
-            for lookup in self.lookups
-        }
+        guesses = {lookup.name: lookup.find(sequence, draft.tokens, room - place) for lookup in self.lookups}
+        if (processor := sequence.processor) is not None:  # up to the first that the grammar forbids
+            for lookup, found in guesses.items():
+                guesses[lookup] = found[: processor.fits(draft.tokens, [token for token, _ in found])]
         computed = self.computing.name if self.computing and able and place < self.computing.most else None
         name, count = self.policy.choose(place, draft.chance, guesses, computed, sequences)
         if name is None or name == computed:
@@ -322,13 +297,6 @@ class CompositeDrafter:
         return torch.full((vocab,), other, dtype=q.dtype).scatter_(0, ids, q)
 
 
-def _fitting(sequence: Sequence, draft: Draft, guesses: list[Guess]) -> list[Guess]:
-    """The guesses before the first that the sequence's grammar forbids behind its draft."""
-    if sequence.processor is None:
-        return guesses
-    return guesses[: sequence.processor.fits(draft.tokens, [token for token, _ in guesses])]
-
-
 class PrefixDrafter:
     """The stages up to an exit draft while their best logit is above the second by more than a threshold.
 
@@ -338,23 +306,15 @@ class PrefixDrafter:
     most = MAX_DRAFT
 
     def __init__(
-        self,
-        engine: Engine,
-        rule: DraftRule | None = None,
-        exit_: int = 0,
-        vocabulary: Tensor | None = None,
+        self, engine: Engine, rule: DraftRule | None = None, exit_: int = 0, vocabulary: Tensor | None = None
     ) -> None:
         check_exits(engine.plan)
         self.engine, self.rule = engine, rule or DraftRule(0.0, MAX_DRAFT)
         self.exit: int | None = exit_
         self.stage = engine.stage_of(exit_)
         if exit_ == engine.last:
-            raise ConfigError(
-                f"stage {exit_ + 1} is the last, so nothing is left to verify",
-                setting="exit",
-                given=exit_ + 1,
-                remedy="draft with less",
-            )
+            problem = f"stage {exit_ + 1} is the last, so nothing is left to verify"
+            raise ConfigError(problem, setting="exit", given=exit_ + 1, remedy="draft with less")
         self.name = f"stage {exit_ + 1}" + (f" ({len(vocabulary)})" if vocabulary is not None else "")
         self.head = DraftHead(engine, self.stage, vocabulary)
         self.vocabulary = vocabulary

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from topograd.decode.cache import Batch, Cache
-from topograd.decode.sampling import Sampling, draw
+from topograd.decode.sampling import Sampling, draw, not_finite
 from topograd.decode.sequence import Sequence
-from topograd.errors import ConfigError, DivergenceError
+from topograd.errors import ConfigError
 from topograd.exec.stage_cache import is_causal
-from topograd.runtime.protocol import ArrayReadout, Runtime, TorchRuntime, inference
+from topograd.runtime.protocol import ArrayRuntime, Runtime, TorchRuntime, inference
 from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.plan import AnyPlan, Plan
 
@@ -85,7 +85,7 @@ class Engine:
             assert stack is not None
             runtime = TorchRuntime(stack.for_decoding() if self.keeps_states else stack)
         self.runtime, self._given = runtime, stack
-        self._readout = runtime if isinstance(runtime, ArrayReadout) else None
+        self._readout = runtime if isinstance(runtime, ArrayRuntime) else None
         self.context = context
         self.exits = self.plan.predicting()
         """The stages that predict."""
@@ -116,12 +116,8 @@ class Engine:
         """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
         names = {port.relay for planned in self.plan.stages for port in planned.outputs} - {"identity"}
         if any(is_causal(self.stack, name) for name in names):
-            raise ConfigError(
-                "regions that are joined by interfaces cannot be skipped",
-                setting="paths",
-                given=list(paths),
-                remedy="use depth full",
-            )
+            problem = "regions that are joined by interfaces cannot be skipped"
+            raise ConfigError(problem, setting="paths", given=list(paths), remedy="use depth full")
         trie = branches(self.plan, paths)
         engine = copy.copy(self)
         engine.plan, engine.exits = trie.plan, trie.plan.predicting()
@@ -129,15 +125,11 @@ class Engine:
 
     def stage_of(self, exit_: int) -> int:
         """The stage of an exit, if the model has it."""
-        exits = self.exits
-        if not 0 <= exit_ < len(exits):
-            raise ConfigError(
-                f"exit {exit_ + 1} does not exist",
-                setting="exit",
-                given=exit_ + 1,
-                remedy=f"the model has {len(exits)} stages that predict: give 1 to {len(exits)}",
-            )
-        return exits[exit_]
+        if not 0 <= exit_ < len(self.exits):
+            remedy = f"the model has {len(self.exits)} stages that predict: give 1 to {len(self.exits)}"
+            problem = f"exit {exit_ + 1} does not exist"
+            raise ConfigError(problem, setting="exit", given=exit_ + 1, remedy=remedy)
+        return self.exits[exit_]
 
     def new_cache(self) -> Cache:
         """A cache without sequences."""
@@ -150,9 +142,8 @@ class Engine:
         Sequence r draws with the stream of a single one with seed + r.
         """
         if not prompts or not all(prompts):
-            raise ConfigError(
-                "a prompt has no token", setting="prompts", remedy="start with the document separator"
-            )
+            remedy = "start with the document separator"
+            raise ConfigError("a prompt has no token", setting="prompts", remedy=remedy)
         cache, sampling = self.new_cache(), sampling or Sampling()
         batch = [cache.new(sampling.shifted(i), i) for i in range(len(prompts))]
         cache.push(batch, [list(prompt[-self.context :]) for prompt in prompts])
@@ -177,11 +168,7 @@ class Engine:
             batch[0].cache.run(batch, each)
 
     def logits(
-        self,
-        batch: Batch,
-        stage: int,
-        counts: abc.Sequence[int] | None = None,
-        tokens: Tensor | None = None,
+        self, batch: Batch, stage: int, counts: abc.Sequence[int] | None = None, tokens: Tensor | None = None
     ) -> Tensor:
         """What the exit after `stage`, which has run, predicts: (N, vocab).
 
@@ -223,18 +210,13 @@ class Engine:
 def check_exits(plan: Plan) -> None:
     """Early exits and drafts need two stages that predict, at least, and a model that predicts by them."""
     if plan.prediction.path is not None:
-        raise ConfigError(
-            f"the model predicts by the path {path_name(plan.prediction.path)}, "
-            "of which its exits are no part",
-            setting="depth",
-            remedy="use depth full",
-        )
+        path = path_name(plan.prediction.path)
+        problem = f"the model predicts by the path {path}, of which its exits are no part"
+        raise ConfigError(problem, setting="depth", remedy="use depth full")
     if len(plan.predicting()) < 2:
-        raise ConfigError(
-            f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}",
-            setting="partition",
-            remedy="early exits and drafts need at least 2: train or import it with --partition, as 2,2",
-        )
+        problem = f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}"
+        remedy = "early exits and drafts need at least 2: train or import it with --partition, as 2,2"
+        raise ConfigError(problem, setting="partition", remedy=remedy)
 
 
 def choose(logits: Tensor, batch: Batch) -> list[int]:
@@ -294,8 +276,4 @@ def read_together(scores: Tensor, tokens: Tensor) -> tuple[list[Any], list[Any]]
 def check_finite(best: abc.Sequence[float]) -> None:
     """Whether the largest logit of each row is a number; a NaN among the others would be the largest."""
     if not all(-float("inf") < value < float("inf") for value in best):
-        raise DivergenceError(
-            "the model's logits are not finite, so it cannot write",
-            setting="logits",
-            remedy="train it again",
-        )
+        raise not_finite()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from topograd.decode.cache import Batch
-from topograd.decode.engine import Emitted, Engine, choose
+from topograd.decode.engine import Engine
 from topograd.decode.strategies import DecodeStrategy
 from topograd.errors import ConfigError
 from topograd.exec.forward import predict
@@ -106,12 +106,8 @@ class PooledExits(DecodeStrategy):
 
     def __init__(self, engine: Engine, pool: ExitPool) -> None:
         if engine.exits != pool.plan.predicting():
-            raise ConfigError(
-                f"the pool is of {len(pool.plan.predicting())} exits, the model has {len(engine.exits)}",
-                setting="depth",
-                given=pool.kind,
-                remedy="use depth full",
-            )
+            problem = f"the pool is of {len(pool.plan.predicting())} exits, the model has {len(engine.exits)}"
+            raise ConfigError(problem, setting="depth", given=pool.kind, remedy="use depth full")
         self.engine, self.pool, self.exit = engine, pool, engine.last
 
     def last_stages(self) -> list[int]:
@@ -120,9 +116,3 @@ class PooledExits(DecodeStrategy):
     def predictions(self, batch: Batch, counts: Sequence[int] | None = None) -> Tensor:
         outputs = {stage: batch[0].cache.hidden(batch, stage, counts) for stage in self.pool.stages}
         return self.pool.read(self.engine.reader(self.engine.runtime), outputs)
-
-    @torch.inference_mode()
-    def step(self, batch: Batch) -> list[list[Emitted]]:
-        for stage in self.engine.exits:
-            self.engine.run(batch, stage)
-        return self._emit(batch, choose(self.predictions(batch), batch))

@@ -31,6 +31,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -85,19 +86,11 @@ class Grammar:
         _check_length(self.text)
         references = self.text.count(":" if self.kind == "lark" else '"$ref"')
         if self.kind != "regex" and references > MAX_REFERENCES:
-            raise ConfigError(
+            problem, remedy = (
                 f"a grammar has {references} rules or references",
-                setting="grammar",
-                given=references,
-                remedy=f"give at most {MAX_REFERENCES}",
+                f"give at most {MAX_REFERENCES}",
             )
-
-    @property
-    def intersects(self) -> bool:
-        """Whether it may have intersections of regular expressions."""
-        if self.kind == "lark":
-            return any(mark in self.text for mark in ("&", "~", "%json"))
-        return self.kind != "regex" and len(INTERSECTING.findall(self.text)) > 1
+            raise ConfigError(problem, setting="grammar", given=references, remedy=remedy)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
@@ -107,10 +100,8 @@ class Grammar:
         try:
             text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
         except (TypeError, ValueError, RecursionError) as error:
-            reason = str(error).splitlines()[0][:100]
-            raise ConfigError(
-                f"the JSON schema is no JSON ({reason})", setting="json_schema", remedy="give a JSON object"
-            ) from None
+            problem = f"the JSON schema is no JSON ({str(error).splitlines()[0][:100]})"
+            raise ConfigError(problem, setting="json_schema", remedy="give a JSON object") from None
         if not text.startswith("{"):
             raise ConfigError(setting="json_schema", given=text[:40], allowed="a JSON object")
         return cls("json_schema", text)
@@ -141,22 +132,18 @@ class Grammar:
         if not 0 < len(texts) <= MAX_CHOICES or not all(texts):
             allowed = f"1 to {MAX_CHOICES} texts that are not empty"
             raise ConfigError(setting="choice", given=len(texts), allowed=allowed)
-        return cls("regex", "|".join(map(_literal, texts)))
+        # characters that stand for themselves, or by their numbers
+        spelled = (
+            "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+            for text in texts
+        )
+        return cls("regex", "|".join(spelled))
 
 
 def _check_length(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(
-            f"a grammar has more than {MAX_CHARACTERS} characters",
-            setting="grammar",
-            given=len(text),
-            remedy="give fewer",
-        )
-
-
-def _literal(text: str) -> str:
-    """A regular expression that matches a text and nothing else."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+        problem = f"a grammar has more than {MAX_CHARACTERS} characters"
+        raise ConfigError(problem, setting="grammar", given=len(text), remedy="give fewer")
 
 
 class _Vocabulary:
@@ -229,7 +216,10 @@ class GrammarCompiler:
         }
         limits = _llguidance().LLParserLimits(**LIMITS, verbose_errors=False)
         source = sources[grammar.kind]()
-        if grammar.intersects:
+        intersections = len(INTERSECTING.findall(grammar.text)) > 1 and grammar.kind != "regex"
+        if grammar.kind == "lark":
+            intersections = any(mark in grammar.text for mark in ("&", "~", "%json"))
+        if intersections:  # there may be some
             _try_apart(source)
         made = matcher(self._vocabulary, source, log_level=0, limits=limits)
         if (problem := _problem(made, "the grammar cannot be used")) is not None:
@@ -325,21 +315,16 @@ class Matcher:
 def _problem(matcher: Any, problem: str) -> ConfigError | None:
     if not matcher.is_error():
         return None
-    lines = str(matcher.get_error()).splitlines() or [""]
-    return ConfigError(
-        f"{problem} ({lines[0][:200]})", setting="grammar", remedy="give another, or a smaller one"
-    )
+    reason = (str(matcher.get_error()).splitlines() or [""])[0][:200]
+    return ConfigError(f"{problem} ({reason})", setting="grammar", remedy="give another, or a smaller one")
 
 
 def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise ConfigError(
-            "grammars need llguidance, which is not installed",
-            setting="grammar",
-            remedy="pip install 'topograd[serve]'",
-        ) from None
+        problem, remedy = "grammars need llguidance, which is not installed", "pip install 'topograd[serve]'"
+        raise ConfigError(problem, setting="grammar", remedy=remedy) from None
     return llguidance
 
 
@@ -359,23 +344,19 @@ def _try_apart(source: str) -> None:
     except subprocess.TimeoutExpired:
         done = None
     if done is None or done.returncode < 0:  # it was ended
-        raise ConfigError(
-            "the grammar takes too long to compile",
-            setting="grammar",
-            remedy="give one with fewer expressions that must hold together",
-        )
+        remedy = "give one with fewer expressions that must hold together"
+        raise ConfigError("the grammar takes too long to compile", setting="grammar", remedy=remedy)
 
 
 def _in_large_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:
     """Call a function in a thread of its own, whose stack has STACK bytes."""
-    made: list[CompiledGrammar] = []
-    failed: list[BaseException] = []
+    done: Future[CompiledGrammar] = Future()
 
     def run() -> None:
         try:
-            made.append(work())
+            done.set_result(work())
         except BaseException as error:
-            failed.append(error)
+            done.set_exception(error)
 
     thread = threading.Thread(target=run, name="grammar")
     before = threading.stack_size(STACK)
@@ -383,7 +364,4 @@ def _in_large_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:
         thread.start()
     finally:
         threading.stack_size(before)
-    thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    return done.result()

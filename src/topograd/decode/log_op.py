@@ -81,12 +81,8 @@ class Confidence:
 def confidence(logits: Tensor) -> Confidence:
     """The confidence of logits or log-probabilities (vocab,), computed in float64 on the CPU."""
     if logits.dim() != 1 or len(logits) < 2:
-        raise ConfigError(
-            f"logits have shape {tuple(logits.shape)}",
-            setting="logits",
-            given=tuple(logits.shape),
-            remedy="give those of one token, (vocab,), at least 2 long",
-        )
+        allowed = "of one token, (vocab,), at least 2 long"
+        raise ConfigError(setting="logits", given=tuple(logits.shape), allowed=allowed)
     log_p = torch.log_softmax(logits.detach().cpu().double(), dim=-1)
     if log_p.isnan().any():
         raise DivergenceError("the logits are not finite, so nothing can be read from them", setting="logits")
@@ -106,20 +102,8 @@ def confidence(logits: Tensor) -> Confidence:
 
 def _check(branches: int, weights: Sequence[float]) -> None:
     if branches == 0:
-        raise ConfigError(
-            "no branch was given", setting="logits", given=[], remedy="pooling needs at least one"
-        )
-    if len(weights) != branches:
-        raise ConfigError(
-            f"{len(weights)} weights for {branches} branches",
-            setting="weights",
-            given=list(weights),
-            remedy="give one weight per branch",
-        )
-    if not all(0 <= w < math.inf for w in weights) or not 0 < sum(weights) < math.inf:
-        raise ConfigError(
-            f"weights {list(weights)} cannot be used",
-            setting="weights",
-            given=list(weights),
-            remedy="give finite ones of at least 0, one of them positive",
-        )
+        raise ConfigError(setting="logits", given=[], allowed="those of at least one branch")
+    finite = all(0 <= w < math.inf for w in weights) and 0 < sum(weights) < math.inf
+    if len(weights) != branches or not finite:
+        allowed = f"{branches} finite numbers of at least 0, one of them positive: one for each branch"
+        raise ConfigError(setting="weights", given=list(weights), allowed=allowed)

@@ -78,13 +78,9 @@ class TextLookup:
     name = "lookup"
 
     def __init__(self, tokens: int = LOOKUP_TOKENS, longest: int = LONGEST_MATCH) -> None:
-        if tokens < 1 or longest < 1:
-            raise ConfigError(
-                f"a lookup has tokens {tokens} and longest {longest}",
-                setting="tokens" if tokens < 1 else "longest",
-                given=min(tokens, longest),
-                remedy="both are at least 1",
-            )
+        for name, value in (("tokens", tokens), ("longest", longest)):
+            if value < 1:
+                raise ConfigError(setting=name, given=value, allowed="at least 1")
         self.rule, self.longest = DraftRule(0.0, tokens), longest
 
     def begin(self, sequence: Sequence) -> None:
@@ -105,11 +101,8 @@ class NGramTable:
         self, keys: NDArray[np.uint64], tokens: NDArray[np.int32], shares: NDArray[np.float32]
     ) -> None:
         if not len(keys) == len(tokens) == len(shares):
-            raise DataError(
-                f"a table has {len(keys)} keys, {len(tokens)} tokens and {len(shares)} shares",
-                setting="keys",
-                given=len(keys),
-            )
+            problem = f"a table has {len(keys)} keys, {len(tokens)} tokens and {len(shares)} shares"
+            raise DataError(problem, setting="keys", given=len(keys))
         self.keys, self.tokens, self.shares = keys, tokens, shares
 
     @classmethod
@@ -137,12 +130,8 @@ class NGramTable:
 
     def tensors(self) -> dict[str, Tensor]:
         """What an adapter keeps."""
-        keys = torch.from_numpy(self.keys.view(np.int64))
-        return {
-            "table.keys": keys,
-            "table.tokens": torch.from_numpy(self.tokens),
-            "table.shares": torch.from_numpy(self.shares),
-        }
+        arrays = {"keys": self.keys.view(np.int64), "tokens": self.tokens, "shares": self.shares}
+        return {f"table.{name}": torch.from_numpy(array) for name, array in arrays.items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> NGramTable:

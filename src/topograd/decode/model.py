@@ -188,17 +188,16 @@ class Model:
         from topograd.exec.forward import Predictor
 
         vocab, context = self.session.config.model.vocab, self.session.config.model.context
-        allowed = (
-            f"numbers of 0..{vocab - 1}, (time,) or (sequences, time), at most {context} of each sequence"
-        )
+        allowed = f"numbers of 0..{vocab - 1}, (time,) or (sequences, time), at most {context} of a sequence"
+        refused = ConfigError(setting="tokens", given=tokens, allowed=allowed)
         try:
             inputs = torch.as_tensor(tokens, device=next(self.session.stack.parameters()).device)
         except (TypeError, ValueError, RuntimeError):
-            raise ConfigError(setting="tokens", given=tokens, allowed=allowed) from None
+            raise refused from None
         if inputs.dim() not in (1, 2) or not inputs.numel() or inputs.is_floating_point():
-            raise ConfigError(setting="tokens", given=tokens, allowed=allowed)
+            raise refused
         if not 0 <= int(inputs.min()) <= int(inputs.max()) < vocab or inputs.shape[-1] > context:
-            raise ConfigError(setting="tokens", given=tokens, allowed=allowed)
+            raise refused
         sequences = inputs if inputs.dim() == 2 else inputs[None]
         if self.precision == "float32":
             with torch.no_grad():
@@ -216,11 +215,8 @@ class Model:
         from topograd.training.evaluation import evaluate
 
         if self.precision != "float32":
-            raise ConfigError(
-                setting="weights",
-                given=self.precision,
-                remedy="load it with weights float32, or compare both with: topograd eval RUN --weights",
-            )
+            remedy = "load it with weights float32, or compare both with: topograd eval RUN --weights"
+            raise ConfigError(setting="weights", given=self.precision, remedy=remedy)
         text: Text = heldout_text(self.session, None if data is None else Path(data), limit_bytes)
         return evaluate(self.session.stack, self.session.plan, text)
 
@@ -264,13 +260,9 @@ def check_request(prompt: str | Sequence[int], tokens: int) -> None:
     if not whole:
         raise ConfigError(setting="prompt", given=prompt, allowed="a text, or a list of token numbers")
     if len(prompt) > MAX_PROMPT:
-        unit = "characters" if isinstance(prompt, str) else "tokens"
-        raise ConfigError(
-            f"the prompt has {len(prompt)} {unit}",
-            setting="prompt",
-            given=len(prompt),
-            remedy=f"give at most {MAX_PROMPT}, the end of the text",
-        )
+        problem = f"the prompt has {len(prompt)} {'characters' if isinstance(prompt, str) else 'tokens'}"
+        remedy = f"give at most {MAX_PROMPT}, the end of the text"
+        raise ConfigError(problem, setting="prompt", given=len(prompt), remedy=remedy)
 
 
 def continue_text(

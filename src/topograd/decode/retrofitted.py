@@ -11,7 +11,8 @@ they belong to what the run's prefixes predict, and to its calibration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,31 +60,35 @@ def open_retrofit(session: LoadedTextRun, folder: Path | str | None = None) -> R
     """The draft stage and the table of a run, from its own folder or another."""
     adapter = own_adapter(session) if folder is None else open_adapter(folder, KIND)
     if adapter is None:
-        raise ConfigError(
-            f"{session.run.folder} has no draft stage",
-            setting="draft",
-            remedy=f"make one with: topograd retrofit {session.run.folder}",
+        remedy = f"make one with: topograd retrofit {session.run.folder}"
+        raise ConfigError(f"{session.run.folder} has no draft stage", setting="draft", remedy=remedy)
+    with _fitting(session, adapter):
+        return Retrofitted(
+            stage_of(session, adapter.tensors), NGramTable.from_tensors(adapter.tensors), adapter
         )
+
+
+@contextmanager
+def _fitting(session: LoadedTextRun, adapter: Adapter) -> Iterator[None]:
+    """The adapter is of this run's model, and what the block reads of its tensors fits."""
     adapter.check_base(session)
     try:
-        stage = stage_of(session, adapter.tensors)
-        table = NGramTable.from_tensors(adapter.tensors)
+        yield
     except (KeyError, RuntimeError, ValueError, IndexError) as problem:
-        raise RunError(
-            f"{adapter.folder} does not fit its base ({_line(problem)})",
-            setting="adapter",
-            given=adapter.folder,
-            remedy="retrofit it again",
-        ) from None
-    return Retrofitted(stage, table, adapter)
+        line = " ".join(str(problem).split())[:160]
+        message = f"{adapter.folder} does not fit its base ({line})"
+        remedy = "retrofit it again"
+        raise RunError(message, setting="adapter", given=adapter.folder, remedy=remedy) from None
 
 
 def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStage:
     """The draft stage whose parameters are among these tensors."""
     own = {name.removeprefix("stage."): t for name, t in tensors.items() if name.startswith("stage.")}
     depths, exits = own.get("depths"), len(session.plan.predicting())
-    if depths is not None and not _reads(depths, exits):
-        raise ValueError(f"it reads the exits {depths.tolist()} of {exits}, counted from 0")
+    if depths is not None:  # exits of the run, the last of them last
+        whole = depths.dtype == torch.long and depths.dim() == 1 and len(depths) > 1
+        if not whole or min(depths.tolist()) < 0 or not max(depths.tolist()) == int(depths[-1]) == exits - 1:
+            raise ValueError(f"it reads the exits {depths.tolist()} of {exits}, counted from 0")
     slots = len(own["masks"]) + 1 if "masks" in own else 1
     with torch.random.fork_rng(devices=[]):
         stage = DraftStage(
@@ -93,27 +98,13 @@ def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStag
     return stage.eval().requires_grad_(False)
 
 
-def _reads(depths: Tensor, exits: int) -> bool:
-    """Whether a stage can read these exits, the last of them last."""
-    whole = depths.dtype == torch.long and depths.dim() == 1 and len(depths) > 1
-    return whole and min(depths.tolist()) >= 0 and max(depths.tolist()) == int(depths[-1]) == exits - 1
-
-
 def open_exits(session: LoadedTextRun) -> dict[int, Translator]:
     """The translators of a run's exits, by head; none where its adapter has none, or there is no adapter."""
     adapter = _exits_adapter(session)
     if adapter is None:
         return {}
-    adapter.check_base(session)
-    try:
+    with _fitting(session, adapter):
         return _translators(session, adapter.tensors)
-    except (KeyError, RuntimeError, ValueError) as problem:
-        raise RunError(
-            f"{adapter.folder} does not fit its base ({_line(problem)})",
-            setting="adapter",
-            given=adapter.folder,
-            remedy="retrofit it again",
-        ) from None
 
 
 def exits_digest(session: LoadedTextRun) -> str | None:
@@ -162,7 +153,3 @@ def exit_tensors(exits: Mapping[int, Translator]) -> dict[str, Tensor]:
         for head, translator in exits.items()
         for name, t in translator.state_dict().items()
     }
-
-
-def _line(problem: BaseException) -> str:
-    return " ".join(str(problem).split())[:160]

@@ -1,6 +1,6 @@
 """Text that a model writes by itself from nothing: it stands for the text that the model learned from.
 
-Each row begins with a separator and goes on at temperature 1, so that rows are draws from the model's own
+Each row begins with a separator and continues at temperature 1, so that rows are draws from the model's own
 distribution p. The mean of log p - log q over them is then an estimate of KL(p ‖ q) for any later model q.
 
 Cost: one forward pass of a token for each of `length`, all rows side by side.

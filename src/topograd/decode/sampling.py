@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from topograd.errors import ConfigError, DivergenceError
+from topograd.limits import check_rules
 
 if TYPE_CHECKING:
     import torch
@@ -67,33 +68,22 @@ class Sampling:
     """What the text must be."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(setting="temperature", given=self.temperature, allowed="finite and at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(setting="top_k", given=self.top_k, allowed="at least 1, or be left out")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(
-                setting="top_p", given=self.top_p, allowed="above 0 and at most 1, or be left out"
-            )
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ConfigError(setting="min_p", given=self.min_p, allowed="0 to 1, or be left out")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
-        self._check_penalties()
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ConfigError(setting=name, given=getattr(self, name), allowed="a finite number")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ConfigError(
-                setting="repetition_penalty", given=self.repetition_penalty, allowed="finite and above 0"
-            )
+        k, p, share = self.top_k, self.top_p, self.min_p
+        check_rules(
+            self,
+            temperature=(0 <= self.temperature < math.inf, "finite and at least 0"),
+            top_k=(k is None or k >= 1, "at least 1, or be left out"),
+            top_p=(p is None or 0 < p <= 1, "above 0 and at most 1, or be left out"),
+            min_p=(share is None or 0 <= share <= 1, "0 to 1, or be left out"),
+            seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
+            presence_penalty=(math.isfinite(self.presence_penalty), "a finite number"),
+            frequency_penalty=(math.isfinite(self.frequency_penalty), "a finite number"),
+            repetition_penalty=(0 < self.repetition_penalty < math.inf, "finite and above 0"),
+        )
         for token, bias in self.logit_bias.items():
             if token < 0 or not math.isfinite(bias):
-                raise ConfigError(
-                    setting="logit_bias", given={token: bias}, allowed="finite numbers by token, from 0 on"
-                )
+                allowed = "finite numbers by token, from 0 on"
+                raise ConfigError(setting="logit_bias", given={token: bias}, allowed=allowed)
 
     @property
     def greedy(self) -> bool:
@@ -120,12 +110,14 @@ def finite(logits: Tensor) -> Tensor:
     """Logits in float64 on the CPU; DivergenceError where one is no number."""
     z = logits.detach().cpu().double()
     if not z.isfinite().all():
-        raise DivergenceError(
-            "the model's logits are not finite, so it cannot write",
-            setting="logits",
-            remedy="train it again",
-        )
+        raise not_finite()
     return z
+
+
+def not_finite() -> DivergenceError:
+    """The error of logits among which is no number."""
+    problem = "the model's logits are not finite, so it cannot write"
+    return DivergenceError(problem, setting="logits", remedy="train it again")
 
 
 def distribution(z: Tensor, sampling: Sampling) -> Tensor:

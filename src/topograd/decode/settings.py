@@ -32,9 +32,5 @@ class DecodeSettings:
         check_numbers(self, prompts=REPEATS, prompt_tokens=SIZE, tokens=REPEATS, rounds=REPEATS)
         check_numbers(self, bytes=BYTES, rows=SIZE)
         if self.prompts * self.tokens * self.rounds > MAX_TOKENS:
-            raise ConfigError(
-                f"more than {MAX_TOKENS} tokens would be written by each mode",
-                setting="tokens",
-                given=self.tokens,
-                remedy="ask for fewer",
-            )
+            problem = f"more than {MAX_TOKENS} tokens would be written by each mode"
+            raise ConfigError(problem, setting="tokens", given=self.tokens, remedy="ask for fewer")

@@ -42,9 +42,12 @@ class DecodeStrategy(ABC):
     exits_early = False
     """Whether a token's exit is its own choice, so that its probability is that exit's."""
 
-    @abstractmethod
+    @inference
     def step(self, batch: Batch) -> list[list[Emitted]]:
         """Write at least one token in each sequence of a cache."""
+        for stage in self.last_stages():
+            self.engine.run(batch, stage)
+        return self._emit(batch, choose(self.predictions(batch), batch))
 
     @abstractmethod
     def last_stages(self) -> list[int]:
@@ -121,22 +124,15 @@ class PathEnsemble(DecodeStrategy):
     def __init__(self, engine: Engine, weights: Mapping[Path, float]) -> None:
         for path, weight in weights.items():
             if not 0 < weight < float("inf"):
-                raise ConfigError(
-                    f"path {path_name(path)} has weight {weight}",
-                    setting="weights",
-                    given=weight,
-                    remedy="a weight is a positive number",
-                )
+                problem = f"path {path_name(path)} has weight {weight}"
+                remedy = "a weight is a positive number"
+                raise ConfigError(problem, setting="weights", given=weight, remedy=remedy)
         self.engine, self.ends = engine.branched(list(weights))
         for path in weights:
             if path[-1] not in engine.exits:
-                known = ", ".join(str(k + 1) for k in engine.exits)
-                raise ConfigError(
-                    f"path {path_name(path)} ends at a stage that was not trained to predict",
-                    setting="weights",
-                    given=path_name(path),
-                    remedy=f"these were: {known}",
-                )
+                problem = f"path {path_name(path)} ends at a stage that was not trained to predict"
+                remedy = f"these were: {', '.join(str(k + 1) for k in engine.exits)}"
+                raise ConfigError(problem, setting="weights", given=path_name(path), remedy=remedy)
         self.weights = list(weights.values())
         self.exit = engine.exits.index(max(path[-1] for path in weights))
 
@@ -149,12 +145,6 @@ class PathEnsemble(DecodeStrategy):
 
         each = [self.engine.logits(batch, end, counts) for end in self.ends]
         return each[0] if len(each) == 1 else compose(each, self.weights)
-
-    @inference
-    def step(self, batch: Batch) -> list[list[Emitted]]:
-        for end in self.ends:
-            self.engine.run(batch, end)
-        return self._emit(batch, choose(self.predictions(batch), batch))
 
 
 Finished = Callable[[int, Emitted], bool]

@@ -39,10 +39,7 @@ class TextStream:
     """The stop string that came."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: str | Sequence[str] = (),
-        shown: Mapping[int, bytes] | None = None,
+        self, tokenizer: Tokenizer, stops: str | Sequence[str] = (), shown: Mapping[int, bytes] | None = None
     ) -> None:
         """`stops` is one stop string, or several; `shown` are special tokens that become text."""
         stops = [stops] if isinstance(stops, str) else stops
@@ -76,15 +73,18 @@ class TextStream:
         text = self._held + new
         found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         self.stopped = bool(found)
-        cut, self.stop = min(found, default=(len(text) if last else self._safe(text), None))
+        cut, self.stop = min(
+            found, default=(len(text) if last else held_from(text, self._stops, self._longest), None)
+        )
         released, self._held = text[:cut], text[cut:]
         self.text += released
         return released
 
-    def _safe(self, text: str) -> int:
-        """Where the longest end of `text` begins that is the beginning of a stop string."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            end = text[start:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return start
-        return len(text)
+
+def held_from(text: str, stops: Sequence[str], longest: int) -> int:
+    """Where the longest end of `text` begins that is the beginning of one of `stops`."""
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        end = text[start:]
+        if any(stop.startswith(end) for stop in stops):
+            return start
+    return len(text)

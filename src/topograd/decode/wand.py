@@ -53,20 +53,15 @@ class Wand(DecodeStrategy):
     ) -> None:
         check_exits(engine.plan)
         if len(thresholds) != engine.last:
-            raise ConfigError(
-                f"{len(thresholds)} thresholds for {engine.last + 1} stages",
-                setting="thresholds",
-                given=list(thresholds),
-                remedy="calibrate this run again",
-            )
+            problem = f"{len(thresholds)} thresholds for {engine.last + 1} stages"
+            remedy = "calibrate this run again"
+            raise ConfigError(problem, setting="thresholds", given=list(thresholds), remedy=remedy)
         if bounds is not None and len(bounds) != engine.last:
-            raise ConfigError(
-                f"{len(bounds)} bounds for {engine.last} exits",
-                setting="bounds",
-                given=list(bounds),
-                remedy="calibrate this run again",
-            )
+            problem = f"{len(bounds)} bounds for {engine.last} exits"
+            remedy = "calibrate this run again"
+            raise ConfigError(problem, setting="bounds", given=list(bounds), remedy=remedy)
         self.engine, self.exit = engine, engine.last
+        self.thresholds = tuple(thresholds)
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
         self.bounds = bounds
         """For each exit a bound on the rival gain, to prune candidates with; None reads all of them."""

@@ -9,7 +9,7 @@ One pass over the items gives every depth (`scoring.py`). Intervals are of a boo
 training; seven identical trainings of nanochat span 0.2512 to 0.2677.
 
 Items are scored in blocks that depend on nothing but their place, and each block is logged when it is done
-(`item_log.py`): an evaluation that was killed goes on with the block that it was in, to the same numbers.
+(`item_log.py`): an evaluation that was killed resumes at the block that it was in, to the same numbers.
 """
 
 from __future__ import annotations
@@ -121,13 +121,9 @@ def evaluate_core(
     tasks = chosen_tasks(request.only)
     files = find_files(request.folder, tasks)
     if not files:
-        names = ", ".join(task.file for task in tasks[:4])
-        raise DataError(
-            f"{request.folder} holds no file of these tasks",
-            setting="folder",
-            given=request.folder,
-            remedy=f"it should hold some such as {names}",
-        )
+        problem = f"{request.folder} holds no file of these tasks"
+        remedy = f"it should hold some such as {', '.join(task.file for task in tasks[:4])}"
+        raise DataError(problem, setting="folder", given=request.folder, remedy=remedy)
     absent = [task.label for task in tasks if task.label not in files]
     items = {task.label: read_items(task, files[task.label]) for task in tasks if task.label in files}
     scorer = Scorer(model.engine, request.depth, batch_tokens=request.batch_tokens, session=model.session)

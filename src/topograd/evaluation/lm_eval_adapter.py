@@ -67,11 +67,10 @@ class RunLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **more: object
     ) -> list[tuple[float, bool]]:
         bundles: dict[tuple[int, ...], list[int]] = {}
-        for place, (_, before, _) in enumerate(requests):
-            bundles.setdefault(tuple(before), []).append(place)
         results: dict[int, tuple[float, bool]] = {}
         rows: list[TokenRow] = []
-        for _, before, after in requests:
+        for place, (_, before, after) in enumerate(requests):
+            bundles.setdefault(tuple(before), []).append(place)
             row, cut = token_row(before, after, self.max_length)
             rows.append(row)
             self.cut += cut > 0

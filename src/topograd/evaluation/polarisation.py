@@ -50,6 +50,7 @@ def _row(first: TaskResult, other: TaskResult) -> dict[str, Any]:
     a, b = first.correct[:, -1:], other.correct[:, -1:]
     difference = float(a.mean() - b.mean())
     [(low, high)] = mean_interval(a - b)
+    verdict = "tie" if low > -TIE and high < TIE else "undecided"
     return {
         "task": first.task.label,
         "group": group_of(first.task.label),
@@ -57,15 +58,9 @@ def _row(first: TaskResult, other: TaskResult) -> dict[str, Any]:
         "other": float(b.mean()),
         "difference": difference,
         "interval": [low, high],
-        "verdict": _verdict(low, high),
+        "verdict": "wins" if low > 0 else "loses" if high < 0 else verdict,
         "paper": "loses" if difference <= -LOSS else "wins" if difference >= TIE else "tie",
     }
-
-
-def _verdict(low: float, high: float) -> str:
-    if low > 0 or high < 0:
-        return "wins" if low > 0 else "loses"
-    return "tie" if low > -TIE and high < TIE else "undecided"
 
 
 def group_of(label: str) -> str:

@@ -28,24 +28,25 @@ from topograd.evaluation.tasks import Item, Task
 
 def prompts(task: Task, item: Item, shown: Sequence[Item]) -> list[str]:
     """The texts to score; of language modelling the one without and the one with the continuation."""
-    before = "".join(f"{_answered(task, example)}\n\n" for example in shown)
-    if task.kind == "multiple_choice":
-        return [f"{before}{item['query']}{task.delimiter}{choice}" for choice in item["choices"]]
-    if task.kind == "schema":
-        return [
-            f"{before}{context}{task.delimiter}{item['continuation']}" for context in item["context_options"]
-        ]
-    start = f"{before}{item['context'].strip()}{task.delimiter}"
-    return [start.rstrip(), f"{start}{item['continuation']}"]
+    before = ""
+    for example in shown:
+        starts, ends = _halves(task, example)
+        gold = example["gold"] if len(starts) > 1 else 0
+        before += f"{starts[gold]}{task.delimiter}{ends[gold]}\n\n"
+    starts, ends = _halves(task, item)
+    texts = [f"{before}{a}{task.delimiter}{b}" for a, b in zip(starts, ends, strict=True)]
+    if task.kind == "language_modeling":
+        return [f"{before}{starts[0]}{task.delimiter}".rstrip(), *texts]
+    return texts
 
 
-def _answered(task: Task, example: Item) -> str:
+def _halves(task: Task, item: Item) -> tuple[list[str], list[str]]:
+    """What stands before and behind the delimiter, for each option of an item."""
     if task.kind == "multiple_choice":
-        return f"{example['query']}{task.delimiter}{example['choices'][example['gold']]}"
+        return [item["query"]] * len(item["choices"]), item["choices"]
     if task.kind == "schema":
-        context = example["context_options"][example["gold"]]
-        return f"{context}{task.delimiter}{example['continuation']}"
-    return f"{example['context'].strip()}{task.delimiter}{example['continuation']}"
+        return item["context_options"], [item["continuation"]] * len(item["context_options"])
+    return [item["context"].strip()], [item["continuation"]]
 
 
 def bundle_of(

@@ -37,10 +37,11 @@ from topograd.decode.cache import Batch
 from topograd.decode.calibration.store import open_pool
 from topograd.decode.engine import Engine
 from topograd.decode.exit_pool import ExitPool, PooledExits, kind_of
+from topograd.decode.strategies import PathEnsemble
 from topograd.errors import ConfigError
 from topograd.exec.forward import predict
 from topograd.runs.session import LoadedTextRun
-from topograd.topology.branches import parse_branches, parse_path, path_name
+from topograd.topology.branches import parse_branches, parse_path
 from topograd.topology.prediction import Terms
 
 BATCH_TOKENS = 512
@@ -61,12 +62,8 @@ class TokenRow:
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):
-            raise ConfigError(
-                f"start is {self.start} of {len(self.tokens)} tokens",
-                setting="start",
-                given=self.start,
-                remedy="score at least one token, behind at least one other",
-            )
+            allowed = f"1 to {len(self.tokens) - 1}: a token or more are scored, behind another"
+            raise ConfigError(setting="start", given=self.start, allowed=allowed)
 
     def cut(self, most: int) -> TokenRow:
         """The last `most` tokens; scored ones that then have nothing before them are left out."""
@@ -135,12 +132,8 @@ class Scorer:
         for bundle in bundles:
             for row in bundle:
                 if len(row.tokens) - 1 > self.context:
-                    raise ConfigError(
-                        f"a sequence has {len(row.tokens)} tokens and the model reads {self.context}",
-                        setting="tokens",
-                        given=len(row.tokens),
-                        remedy="cut it",
-                    )
+                    problem = f"a sequence has {len(row.tokens)} tokens and the model reads {self.context}"
+                    raise ConfigError(problem, setting="tokens", given=len(row.tokens), remedy="cut it")
         scores: list[list[Score]] = [[] for _ in bundles]
         done = 0
         for batch in self._batches(bundles):
@@ -205,27 +198,11 @@ def depth_of(engine: Engine, depth: str) -> tuple[Engine, list[Terms]]:
         part, terms = each[int(rest) - 1]
         return part, [terms]
     if kind in ("path", "branches"):
-        weights = {parse_path(rest): 1.0} if kind == "path" else parse_branches(rest)
-        for path in weights:
-            if path[-1] not in engine.exits:
-                known = ", ".join(str(k + 1) for k in engine.exits)
-                raise ConfigError(
-                    f"path {path_name(path)} ends at a stage that does not predict",
-                    setting="depth",
-                    given=depth,
-                    remedy=f"these do: {known}",
-                )
-        branched, ends = engine.branched(list(weights))
-        total = sum(weights.values())
-        after = branched.plan.prediction.after
-        paths = zip(ends, weights.values(), strict=True)
-        return branched, [tuple((k, w * weight / total) for end, weight in paths for k, w in after(end))]
-    raise ConfigError(
-        f"depth {depth!r} is unknown",
-        setting="depth",
-        given=depth,
-        remedy=f"use {DEPTHS}",
-    )
+        pool = PathEnsemble(engine, {parse_path(rest): 1.0} if kind == "path" else parse_branches(rest))
+        total, after = sum(pool.weights), pool.engine.plan.prediction.after
+        paths = zip(pool.ends, pool.weights, strict=True)
+        return pool.engine, [tuple((k, w * weight / total) for end, weight in paths for k, w in after(end))]
+    raise ConfigError(f"depth {depth!r} is unknown", setting="depth", given=depth, remedy=f"use {DEPTHS}")
 
 
 def common(bundle: Bundle) -> int:
@@ -248,7 +225,8 @@ def _run(engine: Engine, depths: Sequence[Depth], batch: Sequence[Bundle]) -> Ba
     else:
         begun = engine.start([bundle[0].tokens[:n] for bundle, n in zip(batch, shared, strict=True)])
         cache = begun[0].cache
-        _run_stages(begun, depths)
+        for stage in _stages(depths):
+            cache.run(begun, stage)
         rows = [
             cache.fork(first) if i else first
             for first, bundle in zip(begun, batch, strict=True)
@@ -256,13 +234,9 @@ def _run(engine: Engine, depths: Sequence[Depth], batch: Sequence[Bundle]) -> Ba
         ]
         rest = [row.tokens[n:-1] for bundle, n in zip(batch, shared, strict=True) for row in bundle]
         cache.push(rows, rest)
-    _run_stages(rows, depths)
-    return rows
-
-
-def _run_stages(batch: Batch, depths: Sequence[Depth]) -> None:
     for stage in _stages(depths):
-        batch[0].cache.run(batch, stage)
+        rows[0].cache.run(rows, stage)
+    return rows
 
 
 def _stages(depths: Sequence[Depth]) -> list[int]:

@@ -34,7 +34,6 @@ Baselines = Literal["v1", "v2"]
 
 SHUFFLE_SEED = 1337
 SHOT_SEED = 1234
-MAX_BYTES = 2**30
 MAX_CHOICES = 100
 ANSWER = "\nAnswer: "
 
@@ -115,12 +114,8 @@ def core_name(tasks: int) -> str:
 def find_files(folder: Path, tasks: Sequence[Task]) -> dict[str, Path]:
     """The file of each task that has one in the folder, by label."""
     if not folder.is_dir():
-        raise DataError(
-            f"{folder} is no folder",
-            setting="folder",
-            given=folder,
-            remedy="give one that holds task files such as copa.jsonl",
-        )
+        remedy = "give one that holds task files such as copa.jsonl"
+        raise DataError(f"{folder} is no folder", setting="folder", given=folder, remedy=remedy)
     wanted = {task.file for task in tasks}
     files: dict[str, Path] = {}
     for path in sorted(folder.rglob("*.jsonl")):
@@ -132,28 +127,16 @@ def find_files(folder: Path, tasks: Sequence[Task]) -> dict[str, Path]:
 def read_items(task: Task, path: Path) -> list[Item]:
     """Every item of a task's file, in nanochat's order; one that cannot be scored is refused."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise DataError(
-                f"{path} has more than {MAX_BYTES} bytes",
-                setting="file",
-                given=path,
-                remedy="give a task file",
-            )
         lines = read_bytes(path).decode().split("\n")  # a text may hold other ends of lines
     except OSError as problem:
         raise DataError(f"{path} cannot be read ({problem.strerror})", setting="file", given=path) from None
     except UnicodeDecodeError:
-        raise DataError(
-            f"{path} is not UTF-8", setting="file", given=path, remedy="give a task file in JSON lines"
-        ) from None
+        remedy = "give a task file in JSON lines"
+        raise DataError(f"{path} is not UTF-8", setting="file", given=path, remedy=remedy) from None
     items = [_item(task, path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if len(items) <= task.shots:
-        raise DataError(
-            f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each",
-            setting="items",
-            given=len(items),
-            remedy=f"give at least {task.shots + 1}",
-        )
+        message = f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each"
+        raise DataError(message, setting="items", given=len(items), remedy=f"give at least {task.shots + 1}")
     random.Random(SHUFFLE_SEED).shuffle(items)
     return items
 
@@ -175,59 +158,37 @@ def _item(task: Task, path: Path, number: int, line: str) -> Item:
     try:
         item = json.loads(line)
     except (ValueError, RecursionError):
-        raise DataError(
-            f"{where} is no JSON", setting="line", given=where, remedy="restore the file"
-        ) from None
+        item = None
     if not isinstance(item, dict):
-        raise DataError(
-            f"{where} holds no JSON object",
-            setting="line",
-            given=where,
-            remedy=f"an item of {task.label} is one",
-        )
-    if task.kind == "multiple_choice":
-        _check_text(task, where, item, "query")
-        _check_gold(task, where, item, "choices")
-    elif task.kind == "schema":
-        _check_text(task, where, item, "continuation")
-        _check_gold(task, where, item, "context_options")
-    else:
-        _check_text(task, where, item, "context")
-        _check_text(task, where, item, "continuation")
+        remedy = f"an item of {task.label} is one"
+        raise DataError(f"{where} is no JSON object", setting="line", given=where, remedy=remedy)
+    texts, options = _KEYS[task.kind]
+    for key in texts:
+        if not isinstance(item.get(key), str) or (key == "continuation" and not item[key].strip()):
+            remedy = f"an item of {task.label} needs that text"
+            raise DataError(f"{where} has no {key!r}", setting=key, remedy=remedy)
+    if options is not None:
+        _check_gold(task, where, item, options)
     return item
 
 
-def _check_text(task: Task, where: str, item: Item, key: str) -> None:
-    if not isinstance(item.get(key), str):
-        raise DataError(
-            f"{where} has no {key!r}", setting=key, remedy=f"an item of {task.label} needs that text"
-        )
-    if key == "continuation" and not item[key].strip():
-        raise DataError(
-            f"{where} has nothing in {key!r}", setting=key, remedy=f"an item of {task.label} needs that text"
-        )
+_KEYS: Mapping[Kind, tuple[tuple[str, ...], str | None]] = {
+    "multiple_choice": (("query",), "choices"),
+    "schema": (("continuation",), "context_options"),
+    "language_modeling": (("context", "continuation"), None),
+}
+"""The texts of an item of each kind, and its list of options."""
 
 
 def _check_gold(task: Task, where: str, item: Item, options: str) -> None:
-    given = item.get(options)
+    given, gold = item.get(options), item.get("gold")
     if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise DataError(
-            f"{where} has no {options!r}",
-            setting=options,
-            remedy=f"an item of {task.label} needs a list of texts",
-        )
+        remedy = f"an item of {task.label} needs a list of texts"
+        raise DataError(f"{where} has no {options!r}", setting=options, remedy=remedy)
     if not 2 <= len(given) <= MAX_CHOICES:
-        raise DataError(
-            f"{where} has {len(given)} {options}",
-            setting=options,
-            given=len(given),
-            remedy=f"give 2 to {MAX_CHOICES}",
-        )
-    gold = item.get("gold")
+        problem, remedy = f"{where} has {len(given)} {options}", f"give 2 to {MAX_CHOICES}"
+        raise DataError(problem, setting=options, given=len(given), remedy=remedy)
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(given):
-        raise DataError(
-            f"{where} has no gold answer (gold is {gold!r})",
-            setting="gold",
-            given=gold,
-            remedy=f"give one of 0 to {len(given) - 1}, or leave the item out",
-        )
+        problem = f"{where} has no gold answer (gold is {gold!r})"
+        remedy = f"give one of 0 to {len(given) - 1}, or leave the item out"
+        raise DataError(problem, setting="gold", given=gold, remedy=remedy)

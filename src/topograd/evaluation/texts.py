@@ -89,13 +89,10 @@ def score(
 
 def encode_pair(model: Model, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """The tokens of a context and of what follows it."""
-    if len(context) + len(continuation) > MAX_PROMPT:
-        raise ConfigError(
-            f"context and continuation have {len(context) + len(continuation)} characters",
-            setting="continuation",
-            given=len(context) + len(continuation),
-            remedy=f"give at most {MAX_PROMPT}",
-        )
+    if (characters := len(context) + len(continuation)) > MAX_PROMPT:
+        problem = f"context and continuation have {characters} characters"
+        remedy = f"give at most {MAX_PROMPT}"
+        raise ConfigError(problem, setting="continuation", given=characters, remedy=remedy)
     words = context.rstrip()
     before = model.encode(words)
     after = (
@@ -104,24 +101,16 @@ def encode_pair(model: Model, context: str, continuation: str) -> tuple[list[int
         else model.session.tokenizer.encode(context + continuation)
     )
     if not after:
-        raise ConfigError(
-            f"the continuation {continuation!r} has no token of its own",
-            setting="continuation",
-            given=continuation,
-            remedy="give some text",
-        )
+        problem = f"the continuation {continuation!r} has no token of its own"
+        raise ConfigError(problem, setting="continuation", given=continuation, remedy="give some text")
     return before, after
 
 
 def token_row(before: Sequence[int], after: Sequence[int], context: int) -> tuple[TokenRow, int]:
     """Tokens to score behind others, and how many of the others had to be left out."""
     if len(after) > context:
-        raise ConfigError(
-            f"the continuation has {len(after)} tokens and the model reads {context}",
-            setting="continuation",
-            given=len(after),
-            remedy="shorten it",
-        )
+        problem = f"the continuation has {len(after)} tokens and the model reads {context}"
+        raise ConfigError(problem, setting="continuation", given=len(after), remedy="shorten it")
     row = TokenRow([*before, *after], len(before)).cut(context + 1)
     return row, len(before) + len(after) - len(row.tokens)
 

@@ -134,9 +134,8 @@ def _ema_copy(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | No
 def _ridge(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:
     classes = getattr(getattr(stack, "config", None), "classes", None)
     if classes is None:
-        raise StackError(
-            setting="objective", given="ridge", allowed="another one; ridge needs a network on images"
-        )
+        allowed = "another one; ridge needs a network on images"
+        raise StackError(setting="objective", given="ridge", allowed=allowed)
     return RidgeHead(stack.feature_width(stack.output_shape(planned.stage.stop - 1)), classes)
 
 

@@ -2,7 +2,7 @@
 
     per-stage heads    `Stack.add_heads`, `has_head`, `head_parameters`; `HeadedStack` implements all three
     a shared head      `Stack.shared_head`: the one matrix that stages read through, or None
-    decoding           layers that are `Decodable`: they keep a state from token to token
+    decoding           layers with `new_state`: they keep a state from token to token (`nn/stack.py`)
     a decoding form    `Stack.for_decoding`: the same function, laid out for small batches
     growth             `Growable`: layers can be appended
     a draft stage      `Draftable`: one more layer of the model's own kind can draft tokens
@@ -19,18 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 
 from topograd.nn.heads import Head, HeadedStack
-from topograd.nn.layer_state import LayerState
 
 if TYPE_CHECKING:
     from topograd.nn.transformer.config import BlockConfig
     from topograd.nn.transformer.parts import Norm
-
-
-@runtime_checkable
-class Decodable(Protocol):
-    """A layer that decodes: `layer(h, ctx, state)` continues from the positions that the state has seen."""
-
-    def new_state(self, batch: int, capacity: int) -> LayerState: ...
 
 
 @runtime_checkable

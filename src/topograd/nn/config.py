@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from topograd.errors import ConfigError, StackError
+from topograd.limits import check_rules
 from topograd.nn.interface_config import parse_settings
 from topograd.nn.spec import ModelSpec, Task
 from topograd.nn.transformer.config import Activation, BlockConfig, Traits
@@ -109,35 +110,26 @@ class GPTConfig(BlockConfig):
         for name in ("layers", "width", "heads", "vocab", "context", "ssm_state"):
             if not 1 <= getattr(self, name) <= MAX_SIZE:
                 raise StackError(setting=name, given=getattr(self, name), allowed=f"in 1..{MAX_SIZE}")
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            problem = f"width {self.width} does not split into {self.heads} heads of even width"
-            remedy = "choose a width that is a multiple of twice the heads"
-            raise StackError(problem, setting="width", given=self.width, remedy=remedy)
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            problem = f"{self.heads} heads cannot share {self.kv_heads} kv_heads"
-            raise StackError(problem, setting="kv_heads", given=self.kv_heads, remedy="use a divisor")
-        if not 1 <= self.mlp_ratio * self.width <= MAX_SIZE:
-            raise StackError(
-                setting="mlp_ratio",
-                given=self.mlp_ratio,
-                remedy=f"the MLP's width, this times the width {self.width}, must lie in 1..{MAX_SIZE}",
-            )
-        if not 0 < self.rope_base < math.inf:
-            raise StackError(setting="rope_base", given=self.rope_base, allowed="finite and above 0")
-        if not 0 <= self.head_std < math.inf:
-            raise StackError(setting="head_std", given=self.head_std, allowed="finite and at least 0")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise StackError(
-                setting="softcap", given=self.softcap, allowed="positive, or be left out for no cap"
-            )
-        if any(not 0 <= window <= MAX_SIZE for window in self.windows):
-            problem = f"windows are {self.windows}"
-            allowed_spans = "spans of at least 0; 0 is the whole context"
-            raise StackError(problem, setting="windows", given=self.windows, allowed=allowed_spans)
-        if self.head_rank is not None and self.head_rank < 1:
-            raise StackError(setting="head_rank", given=self.head_rank, allowed="at least 1, or be left out")
-        if self.ssm_state % 4:
-            raise StackError(setting="ssm_state", given=self.ssm_state, allowed="a multiple of 4")
+        kv, cap, rank = self.kv_heads, self.softcap, self.head_rank
+        split = not self.width % self.heads and not self.width // self.heads % 2
+        inner = self.mlp_ratio * self.width
+        spans = all(0 <= window <= MAX_SIZE for window in self.windows)
+        check_rules(
+            self,
+            StackError,
+            width=(split, f"a multiple of twice the {self.heads} heads"),
+            kv_heads=(
+                kv is None or (kv >= 1 and not self.heads % kv),
+                f"a divisor of the {self.heads} heads",
+            ),
+            mlp_ratio=(1 <= inner <= MAX_SIZE, f"so that the MLP's width {inner} lies in 1..{MAX_SIZE}"),
+            rope_base=(0 < self.rope_base < math.inf, "finite and above 0"),
+            head_std=(0 <= self.head_std < math.inf, "finite and at least 0"),
+            softcap=(cap is None or 0 < cap < math.inf, "positive, or be left out for no cap"),
+            windows=(spans, "spans of at least 0; 0 is the whole context"),
+            head_rank=(rank is None or rank >= 1, "at least 1, or be left out"),
+            ssm_state=(not self.ssm_state % 4, "a multiple of 4"),
+        )
         for name, allowed in (
             ("mlp", ("relu2", "swiglu")),
             ("value_embeddings", ("none", "alternate", "all")),
@@ -239,7 +231,7 @@ class GPTConfig(BlockConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig(GPTConfig):
-    """The shape of a masked encoder (`nn/encoder.py`); `vocab` is the tokenizer's, without the mask."""
+    """The shape of a masked encoder (`nn/gpt.py`); `vocab` is the tokenizer's, without the mask."""
 
     task: ClassVar[Task] = "masked"
 
@@ -260,7 +252,7 @@ class EncoderConfig(GPTConfig):
         return super().from_dict("gpt", table)
 
     def build(self, topology: Topology) -> Stack:
-        from topograd.nn.encoder import Encoder
+        from topograd.nn.gpt import Encoder
 
         return Encoder(replace(self, layers=topology.layers, vocab=self.vocab + 1))
 

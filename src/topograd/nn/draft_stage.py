@@ -109,9 +109,8 @@ class DraftStage(nn.Module):
         parts = draftable(base)
         if parts is None:
             kind = type(base).__name__
-            raise StackError(
-                f"{kind} can be given no draft stage", setting="base", given=kind, remedy="a transformer can"
-            )
+            problem = f"{kind} can be given no draft stage"
+            raise StackError(problem, setting="base", given=kind, remedy="a transformer can")
         self.register_buffer("vocabulary", vocabulary.long())
         several = depths is not None and len(depths) > 1
         self.register_buffer("depths", torch.tensor(depths) if several else None)

@@ -64,9 +64,8 @@ class KVState:
         """Store new positions; returns all the keys and values so far (views)."""
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
-            raise StackError(
-                setting="capacity", given=self.capacity, allowed=f"at least {stop}, the positions so far"
-            )
+            allowed = f"at least {stop}, the positions so far"
+            raise StackError(setting="capacity", given=self.capacity, allowed=allowed)
         self.keys = grown(self.keys, 2, stop, self.capacity)
         self.values = grown(self.values, 2, stop, self.capacity)
         self.keys[:, :, self.length : stop] = keys

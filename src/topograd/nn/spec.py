@@ -99,7 +99,6 @@ def read_spec(table: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(problem, setting="model.kind", given=kind, allowed='text, as "gpt"')
     spec_class = MODELS["resnet" if kind.startswith("resnet") and kind[6:].isdigit() else kind]
     if not (isinstance(spec_class, type) and issubclass(spec_class, ModelSpec)):
-        raise ConfigError(
-            setting="model.kind", given=kind, allowed="the name of a class that inherits tg.ModelSpec"
-        )
+        allowed = "the name of a class that inherits tg.ModelSpec"
+        raise ConfigError(setting="model.kind", given=kind, allowed=allowed)
     return spec_class.from_dict(kind, rest)

@@ -119,9 +119,8 @@ class Stack(nn.Module):
         own: Mapping[str, Any] = self.learned_relays()
         if name not in own:
             known = sorted({*RELAYS, *own})
-            raise StackError(
-                f"relay {name!r} is unknown", setting="relay", given=name, remedy=f"known are {known}"
-            )
+            problem = f"relay {name!r} is unknown"
+            raise StackError(problem, setting="relay", given=name, remedy=f"known are {known}")
         return own[name]
 
     def validate_plan(self, plan: Plan) -> None:

@@ -51,13 +51,9 @@ def runtime_of(
     if kind not in RUNTIMES or (kind != "onnx" and provider):
         raise ConfigError(setting="runtime", given=name, allowed="torch, native, onnx or onnx:PROVIDER")
     if precision not in WEIGHTS.get(kind, (precision,)):
+        problem = f"weights is {weights}, which {kind} does not run"
         remedy = "torch keeps the model's own" if kind == "torch" else "use --runtime native"
-        raise ConfigError(
-            f"weights is {weights}, which {kind} does not run",
-            setting="weights",
-            given=weights,
-            remedy=remedy,
-        )
+        raise ConfigError(problem, setting="weights", given=weights, remedy=remedy)
     if kind == "torch":
         return None
     if kind == "native":
@@ -65,12 +61,8 @@ def runtime_of(
 
         return NativeRuntime(stack, precision, made)
     if not installed():
-        raise ConfigError(
-            "the runtime onnx is not installed",
-            setting="runtime",
-            given=name,
-            remedy="pip install onnx onnxruntime",
-        )
+        problem, remedy = "the runtime onnx is not installed", "pip install onnx onnxruntime"
+        raise ConfigError(problem, setting="runtime", given=name, remedy=remedy)
     from topograd.runtime.onnx_runtime import OnnxRuntime
 
     return OnnxRuntime(stack, precision, provider or "cpu", made)

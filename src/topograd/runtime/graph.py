@@ -31,12 +31,8 @@ from topograd.runtime.quantize import BLOCK, LEAST, Precision, Quantized, quanti
 OPSETS = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
 IR_VERSION = 11
 OWN = "com.microsoft"
-EXTRA = frozenset(
-    {
-        *("FusedMatMul", "GroupQueryAttention", "MatMulNBits", "QuickGelu"),
-        "SkipSimplifiedLayerNormalization",
-    }
-)
+FUSED = ("FusedMatMul", "GroupQueryAttention", "SkipSimplifiedLayerNormalization")
+EXTRA = frozenset({*FUSED, "MatMulNBits", "QuickGelu"})
 """Operators of onnxruntime's own domain."""
 INLINE = 1024
 """Constants of at most this many numbers are part of the graph."""
@@ -139,12 +135,10 @@ class Graph:
         )
         if packed.offsets is None:
             return y
-        sums = self.op("FusedMatMul", self.block_sums(x, inputs), self.constant(packed.offsets))
-        return self.op("Add", y, sums)
-
-    def block_sums(self, x: str, inputs: int) -> str:
-        """The sum of x over each block of its inputs; the last block may be short."""
-        return self.op("MatMul", x, self.constant(block_matrix(inputs)))
+        # the sum of x over each block of its inputs; the last block may be short
+        blocks = np.equal.outer(np.arange(inputs) // BLOCK, np.arange(-(-inputs // BLOCK)))
+        sums = self.op("MatMul", x, self.constant(blocks.astype(np.float32)))
+        return self.op("Add", y, self.op("FusedMatMul", sums, self.constant(packed.offsets)))
 
     def session(self, settings: Settings) -> Session:
         """The graph, ready to run."""
@@ -175,12 +169,6 @@ class Graph:
         model = helper.make_model(graph, opset_imports=OPSETS, ir_version=IR_VERSION)
         serialized: bytes = model.SerializeToString()
         return serialized
-
-
-def block_matrix(inputs: int) -> NDArray[np.float32]:
-    """(inputs, blocks) of zeros and ones: which block each input belongs to."""
-    blocks = -(-inputs // BLOCK)
-    return np.equal.outer(np.arange(inputs) // BLOCK, np.arange(blocks)).astype(np.float32)
 
 
 def _referred(name: str, array: NDArray[Any], place: Mapping[str, str] | None = None) -> TensorProto:

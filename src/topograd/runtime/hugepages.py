@@ -3,7 +3,7 @@
 A token reads all weights once, so the processor looks up the place of every page: of 2 MB there are 512 times
 fewer than of 4 KB. On Linux, memory that is there already can be collected into such pages (`MADV_COLLAPSE`,
 Linux 6.1): a copy, a second for a gigabyte, which pays after some tokens. So it is done for memory that has
-proved to be used, beside the work that goes on. Elsewhere nothing happens; results are the same bits.
+proved to be used, in a thread of its own. Elsewhere nothing happens; results are the same bits.
 
     before = anonymous()                    where memory lies that is no file's
     ...                                     something takes memory for weights

@@ -11,7 +11,7 @@ whose width is a multiple of 16.
 
     last (rows,), total ()    the position of each row's last new column; how many positions the longest has
 
-*Packed*: hidden states (1, N, width), the new positions of any sequences one behind the other, so that
+*Packed*: hidden states (1, N, width), the new positions of any sequences concatenated, so that
 matrices see no padding. Only attention unpacks them, into a rectangle of S columns a row.
 
     positions (1, N)          for a rotation
@@ -26,7 +26,7 @@ Tested against `nn/`: float32, so to rounding. Sources as in `nn/transformer/sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,15 +193,11 @@ class Heads:
         return "slots", self.kv_heads, "room", self.head_width
 
 
-def _gate_and_up(graph: Graph, x: str, name: str, mlp: Any) -> list[str]:
-    """What gates and what is gated; in fewer bits by one matrix, in float32 by the model's own memory."""
-    if graph.precision == "float32":
-        return [linear(graph, x, f"{name}.{kind}", m) for kind, m in (("gate", mlp.gate), ("up", mlp.up))]
-    both, wide = (mlp.gate, mlp.up), len(matrix_of(mlp.up))
-    biases = [m.bias.detach() for m in both if m.bias is not None]
-    weight, bias = torch.cat([matrix_of(m) for m in both]), torch.cat(biases) if biases else None
-    y = graph.linear(x, f"{name}.gate_up", weight, bias)
-    return graph.ops("Split", 2, y, graph.constant([wide, wide]), axis=-1)
+def joined(graph: Graph, x: str, name: str, maps: Sequence[Linear]) -> str:
+    """Several linear maps of x as one matrix."""
+    biases = [m.bias.detach() for m in maps if m.bias is not None]
+    weight, bias = torch.cat([matrix_of(m) for m in maps]), torch.cat(biases) if biases else None
+    return graph.linear(x, name, weight, bias)
 
 
 def block(graph: Graph, stream: Stream, index: int, layer: Block) -> None:
@@ -213,9 +209,7 @@ def block(graph: Graph, stream: Stream, index: int, layer: Block) -> None:
     if layer.x0_scale is not None:
         stream.add(graph.op("Mul", "x0", graph.constant(np.float32(layer.x0_scale.item()))))
     maps = [a.query, a.key, a.value] if a.rotary else [a.qkv]
-    biases = [m.bias.detach() for m in maps if m.bias is not None]
-    weight, bias = torch.cat([matrix_of(m) for m in maps]), torch.cat(biases) if biases else None
-    qkv = graph.linear(stream.norm(layer.attention_norm, width), f"{name}.qkv", weight, bias)
+    qkv = joined(graph, stream.norm(layer.attention_norm, width), f"{name}.qkv", maps)
     y = linear(graph, _attended(graph, index, qkv, a), f"{name}.output", a.output)
     stream.add(_posted(graph, y, layer.attention_post_norm, width))
     x = stream.norm(layer.mlp_norm, width)
@@ -249,7 +243,11 @@ def _mlp(graph: Graph, x: str, name: str, mlp: MLP) -> str:
     if mlp.gate is None:
         x = activation(graph, linear(graph, x, f"{name}.up", mlp.up), kind)
     else:
-        gate, up = _gate_and_up(graph, x, name, mlp)
+        if graph.precision == "float32":  # by the model's own memory
+            gate, up = (linear(graph, x, f"{name}.{n}", m) for n, m in (("gate", mlp.gate), ("up", mlp.up)))
+        else:
+            wide, both = len(matrix_of(mlp.up)), joined(graph, x, f"{name}.gate_up", [mlp.gate, mlp.up])
+            gate, up = graph.ops("Split", 2, both, graph.constant([wide, wide]), axis=-1)
         x = graph.op("Mul", activation(graph, gate, kind), up)
     return linear(graph, x, f"{name}.down", mlp.down)
 

@@ -18,7 +18,7 @@ Limits: float32 on a CPU; for one thread at a time, like any cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -155,7 +155,8 @@ class Binding:
         self.session.run(self.binding)
 
 
-Frames = dict[tuple[Any, ...], GroupedFrame | PackedFrame]
+Frame = GroupedFrame | PackedFrame
+Frames = dict[tuple[Any, ...], Frame]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,14 +307,12 @@ class OnnxStageCache(StageCache):
         assert session is not None, "any stage can be packed"
         heads = self.slots[0].keys.lead[0] if self.slots[0] is not None else 0
         shape = size, high - low, wide, room
-        key = "packed", room, groups[0].slots, low, high, size, wide
-        bound = self._bindings.get(key)
-        if bound is None:
-            frame_key = "packed", *shape
-            if frame_key not in self.frames:
-                self._forget_frames()
-                self.frames[frame_key] = PackedFrame(*shape, heads, new.h.shape[1], self.fixed.windows)
-            bound = self._bind(key, session, self.frames[frame_key], room, groups[0].slots, low, high, size)
+        bound = self._bound(
+            session,
+            (room, groups[0].slots, low, high, size, wide),
+            ("packed", *shape),
+            lambda: PackedFrame(*shape, heads, new.h.shape[1], self.fixed.windows),
+        )
         frame = bound.frame
         assert isinstance(frame, PackedFrame)
         if frame.filled != (new.spans, new.columns.start):
@@ -332,33 +331,30 @@ class OnnxStageCache(StageCache):
     def _grouped(
         self, session: Session, room: int, low: int, high: int, slots: int, columns: int, width: int
     ) -> Binding:
-        key = "grouped", room, slots, low, high, columns
-        bound = self._bindings.get(key)
-        if bound is None:
-            frame_key = "grouped", high - low, columns
-            if frame_key not in self.frames:
-                self._forget_frames()
-                self.frames[frame_key] = GroupedFrame(high - low, columns, width)
-            bound = self._bind(key, session, self.frames[frame_key], room, slots, low, high, columns)
-        return bound
+        return self._bound(
+            session,
+            (room, slots, low, high, columns),
+            ("grouped", high - low, columns),
+            lambda: GroupedFrame(high - low, columns, width),
+        )
 
-    def _bind(
-        self,
-        key: tuple[Any, ...],
-        session: Session,
-        frame: GroupedFrame | PackedFrame,
-        room: int,
-        slots: int,
-        low: int,
-        high: int,
-        columns: int,
+    def _bound(
+        self, session: Session, where: tuple[int, ...], kind: tuple[Any, ...], make: Callable[[], Frame]
     ) -> Binding:
+        """A binding of the slots `where` (room, slots, low, high, columns, ...) to a frame of a kind."""
+        key, (room, slots, low, high, columns) = (kind[0], *where), where[:5]
+        if key in self._bindings:
+            return self._bindings[key]
+        if kind not in self.frames:
+            if len(self.frames) >= MAX_FRAMES:
+                self.frames.clear()
+            self.frames[kind] = make()
         states: dict[str, Array] = {}
         for index, layer in zip(self.planned.layers, self.slots, strict=True):
             assert isinstance(layer, ArrayKVSlots)
             states[f"keys.{index}"] = layer.keys.array(room, slots)[low:high]
             states[f"values.{index}"] = layer.values.array(room, slots)[low:high]
-        bound = Binding(session, frame, states, self.fixed.values, self._names)
+        bound = Binding(session, self.frames[kind], states, self.fixed.values, self._names)
         if columns <= MAX_COLUMNS:
             for old in [k for k in self._bindings if k[1] == room and k[2] != slots]:
                 del self._bindings[old]  # of buffers that have grown since
@@ -366,10 +362,6 @@ class OnnxStageCache(StageCache):
                 self._bindings.clear()
             self._bindings[key] = bound
         return bound
-
-    def _forget_frames(self) -> None:
-        if len(self.frames) >= MAX_FRAMES:
-            self.frames.clear()
 
 
 def _rooms(spans: Spans) -> Iterator[tuple[slice, list[Group]]]:

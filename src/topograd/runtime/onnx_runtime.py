@@ -13,7 +13,7 @@ are handed memory of the CPU. Weights are read when a session is made: make anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +45,12 @@ def shared_settings(provider: str = "cpu") -> Settings:
     """Settings of sessions that share one pool of threads, for a provider by its short name."""
     global _pool
     wanted = provider.lower()
-    names = {name.removesuffix("ExecutionProvider").lower(): name for name in available_providers()}
+    available = onnxruntime.get_available_providers()
+    names = {name.removesuffix("ExecutionProvider").lower(): name for name in available}
     if wanted not in names:
-        raise ConfigError(
-            f"onnxruntime has no provider {provider!r} here",
-            setting="provider",
-            given=provider,
-            remedy=f"it has {', '.join(sorted(names))}: install the onnxruntime that has it",
-        )
+        problem = f"onnxruntime has no provider {provider!r} here"
+        remedy = f"it has {', '.join(sorted(names))}: install the onnxruntime that has it"
+        raise ConfigError(problem, setting="provider", given=provider, remedy=remedy)
     threads = torch.get_num_threads()
     if _pool is None:
         try:
@@ -61,10 +59,6 @@ def shared_settings(provider: str = "cpu") -> Settings:
         except Exception:  # this process has sessions already: the pool is as it is
             _pool = 0
     return Settings(names[wanted], None if _pool else threads)  # beside a shared pool there can be no other
-
-
-def available_providers() -> list[str]:
-    return list(onnxruntime.get_available_providers())
 
 
 def unsupported_reason(stack: Stack) -> str | None:
@@ -158,7 +152,8 @@ class OnnxRuntime(OperatorRuntime):
         for name in ("tokens", "positions"):
             graph.input(name, LONG, "rows", "columns")
         half = self._head_width() // 2
-        for kind in self._rotations():
+        local = ["local"] * (self.stack.config.local_rope_base is not None)
+        for kind in ("rotary", *local):  # learned positions have none, but their graphs take the tables
             for turn in ("cos", "sin"):
                 graph.input(f"{turn}.{kind}", FLOAT, "reach", half)
         if grouped:
@@ -169,7 +164,7 @@ class OnnxRuntime(OperatorRuntime):
             graph.input("scatter", LONG, "columns", heads, 3)
             graph.input("unpack", LONG, "slots", "wide")
             graph.input("pack", LONG, "columns")
-            for window in sorted({self._window(i) for i in planned.layers}):
+            for window in self.windows(planned.layers):
                 graph.input(f"mask.{window}", BOOL, "slots", 1, "wide", "room")
         stream, taps = Stream(graph, "h"), planned.taps
         for index in planned.layers:
@@ -179,19 +174,11 @@ class OnnxRuntime(OperatorRuntime):
                 graph.output(stream.sum(), f"h.{index + 1}", FLOAT, "rows", "columns", width)
         return graph
 
-    def _window(self, index: int) -> int:
-        a: Any = self.stack.layers[index].attention
-        window: int = a.window
-        return window
-
-    def _rotations(self) -> list[str]:
-        """Kinds of rotation; learned positions have none, but their graphs take the tables all the same."""
-        local = self.stack.config.local_rope_base is not None
-        return ["rotary", "local"] if local else ["rotary"]
-
-    def windows(self) -> list[int]:
-        """The spans of attention that there are."""
-        return sorted({self._window(i) for i in range(len(self.stack.layers))})
+    def windows(self, layers: Iterable[int] | None = None) -> list[int]:
+        """The spans of attention that there are, in some layers or all."""
+        chosen = range(len(self.stack.layers)) if layers is None else layers
+        each: list[Any] = [self.stack.layers[i] for i in chosen]
+        return sorted({layer.attention.window for layer in each})
 
     def positions(self, reach: int) -> Fixed:
         """Rotations of the first `reach` positions, and what else no run changes."""

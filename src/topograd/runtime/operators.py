@@ -149,17 +149,18 @@ class OperatorRuntime(ABC):
     def _read_by(self, stage: int) -> tuple[int, tuple[Tensor, Tensor] | None]:
         """Whose matrix a stage's logits are read by, and what is added to it."""
         if stage not in self._read:  # to ask the modules for each token takes long
-            self._read[stage] = self._which(stage), self._factors(stage)
+            head = self.stack.head  # U and V of a stage that reads the shared matrix and adds to it
+            self._read[stage] = self._which(stage), None if head.softcap is not None else head.low_rank(stage)
         return self._read[stage]
 
     def _which(self, stage: int) -> int:
         """The stage whose matrix a stage reads; -1 is the one that those without their own share."""
         return stage if self.stack.has_head(stage) else -1
 
-    def _factors(self, stage: int) -> tuple[Tensor, Tensor] | None:
-        """(U, V) of a stage that reads the shared matrix and adds to it; None where its matrix is its own."""
-        head = self.stack.head
-        return None if head.softcap is not None else head.low_rank(stage)
+    def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
+        import torch
+
+        return self._logits(torch.from_numpy(h), stage).numpy()
 
     @abstractmethod
     def _product(self, flat: Tensor, which: int) -> Tensor:

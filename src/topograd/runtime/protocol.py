@@ -55,15 +55,10 @@ class ChainStageCache(Protocol):
 
 @runtime_checkable
 class ArrayRuntime(Protocol):
-    """A runtime that embeds packed tokens as arrays."""
+    """A runtime that embeds packed tokens and reads hidden states as arrays."""
 
     def embed_array(self, tokens: Sequence[int], previous: Sequence[int]) -> NDArray[Any]:
         """x0 (N, width); `previous` is the token before each of them, -1 where there is none."""
-
-
-@runtime_checkable
-class ArrayReadout(Protocol):
-    """A runtime that reads hidden states as arrays."""
 
     def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
         """Logits (N, vocab) of hidden states (N, width) by the head of `stage`."""
@@ -107,14 +102,14 @@ class TorchRuntime:
     name, precision, ready = "torch", "float32", True
 
     def __init__(self, stack: Stack) -> None:
-        self.stack = stack
+        from topograd.exec.stage_cache import StageCache
+
+        self.stack, self.stage_cache = stack, StageCache
         self.embed, self.readout = stack.embed, stack.readout
         self.layer_context = stack.layer_context
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
-        from topograd.exec.stage_cache import StageCache
-
-        return [StageCache(self.stack, planned, capacity) for planned in plan.stages]
+        return [self.stage_cache(self.stack, planned, capacity) for planned in plan.stages]
 
 
 def device_of(stack: Stack) -> torch.device:

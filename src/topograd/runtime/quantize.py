@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,6 @@ from safetensors.numpy import save_file
 from topograd.errors import ConfigError, RunError
 from topograd.files import saving_tensors, sync
 from topograd.runs.tensor_files import tensors_digest
-
-if TYPE_CHECKING:
-    pass
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
 BLOCK = 32
@@ -133,7 +130,7 @@ def save_weights(file: Path, made: dict[str, Quantized], precision: Precision, w
         tensors |= {f"{name}:codes": packed.codes, f"{name}:scales": packed.scales}
         if packed.offsets is not None:
             tensors[f"{name}:offsets"] = packed.offsets
-    part = file.with_name(f".{file.name}.part")
+    part = file.with_name(f".{file.name}.part")  # one that a kill left is overwritten
     with saving_tensors(part):
         about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
         save_file(tensors, part, metadata=about)

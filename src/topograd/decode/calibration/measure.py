@@ -131,12 +131,7 @@ def join(parts: Sequence[Readings]) -> Readings:
     """The readings of all chunks as one, in the order given."""
     stages = sorted({part.stages for part in parts})
     if len(stages) != 1:
-        raise ConfigError(
-            f"readings of {stages or 'no'} stages cannot be joined",
-            setting="parts",
-            given=stages,
-            remedy="give chunks of one model",
-        )
+        raise ConfigError(setting="parts", given=stages, allowed="readings of one model, at least one")
     return Readings(*(torch.cat([getattr(part, name) for part in parts], dim=-1) for name in _COLUMNS))
 
 
@@ -283,25 +278,18 @@ class Calibration:
     def of(cls, readings: Readings, step: int) -> Calibration:
         """Calibrate on readings of the weights of training step `step`."""
         if readings.stages < 2:
-            raise RunError(
-                "a model with 1 predicting stage has no early exit",
-                setting="stages",
-                given=readings.stages,
-                remedy="train one with at least 2 stages",
-            )
+            problem = "a model with 1 predicting stage has no early exit"
+            remedy = "train one with at least 2 stages"
+            raise RunError(problem, setting="stages", given=readings.stages, remedy=remedy)
         if not len(readings):
-            raise DataError(
-                "there are no tokens to calibrate on", setting="tokens", given=0, remedy="give more text"
-            )
+            problem = "there are no tokens to calibrate on"
+            raise DataError(problem, setting="tokens", given=0, remedy="give more text")
         numbers = torch.cat((readings.margin, readings.shift, readings.gain))
         strange = int((~numbers.isfinite()).any(0).sum())
         if strange:
-            raise RunError(
-                f"the logits of {strange} of {len(readings)} tokens are not finite",
-                setting="logits",
-                given=strange,
-                remedy="calibrate weights from before the run diverged",
-            )
+            problem = f"the logits of {strange} of {len(readings)} tokens are not finite"
+            remedy = "calibrate weights from before the run diverged"
+            raise RunError(problem, setting="logits", given=strange, remedy=remedy)
         top = readings.top
         changes, agreement = (
             hits.double().mean(1).tolist() for hits in (top[1:] != top[:-1], top == top[-1])
@@ -359,9 +347,8 @@ class PositionCosts:
 
     def __post_init__(self) -> None:
         if len(self.verify) < 2 or min(self.verify) < 1:
-            raise ConfigError(
-                setting="verify", given=sorted(self.verify), allowed="seconds of at least two sizes from 1 up"
-            )
+            allowed = "seconds of at least two sizes from 1 up"
+            raise ConfigError(setting="verify", given=sorted(self.verify), allowed=allowed)
         for name, seconds, least in (
             *(("verify", value, math.ulp(0)) for value in self.verify.values()),
             *((name, getattr(self, name), 0.0) for name in ("draft", "keep", "uneven", "start")),
@@ -422,9 +409,8 @@ def measure_draft(engine: Engine, drafter: AutoregressiveDrafter) -> dict[str, f
     length = max(1, min(engine.context // 2, TIMED_LENGTH))
     steps = min(TIMED_STEPS, drafter.most, engine.context - length - 1)
     if steps < 1:
-        raise ConfigError(
-            setting="context", given=engine.context, allowed="at least 3, to have room for drafts"
-        )
+        allowed = "at least 3, to have room for drafts"
+        raise ConfigError(setting="context", given=engine.context, allowed=allowed)
     batch = engine.start([[0] * length])
     engine.run(batch, engine.exits[-1])
     seconds: dict[tuple[int, bool], list[float]] = {}  # by the guesses kept, and whether they are computed
@@ -468,9 +454,9 @@ def _round_seconds(
 
 
 @torch.inference_mode()
-def measure_uneven(engine: Engine, sequences: int = 8, rounds: int = 5) -> float:
+def measure_uneven(engine: Engine) -> float:
     """Seconds that a pass over several sequences takes more where one of them has two positions."""
-    length = max(1, min(engine.context // 2, TIMED_LENGTH))
+    length, sequences, rounds = max(1, min(engine.context // 2, TIMED_LENGTH)), 8, 5
     batch, full = engine.start([[0] * length] * sequences), engine.exits[-1]
     engine.run(batch, full)
     seconds: dict[int, list[float]] = {1: [], 2: []}

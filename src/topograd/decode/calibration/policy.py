@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from topograd.decode.calibration.measure import EPS, Calibration, PositionCosts, Readings
-from topograd.decode.drafters import Guess
+from topograd.decode.drafters import DraftPolicy, Guesses
 from topograd.errors import ConfigError, DataError
 
 MAX_STEPS = 16
@@ -63,7 +63,6 @@ MEMORY, PRIOR_GUESSES = 0.99, 8.0
 """How fast judged guesses are forgotten, and how many must be judged before they count as much as scores."""
 
 Rule = Literal["sum-of-bounds", "rival-gain", "flip-rate"]
-Quantile = Literal["p99", "max"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,8 @@ class Acceptance:
     def __post_init__(self) -> None:
         lengths = {len(self.bounds), len(self.rates), len(self.weights)}
         if not self.rates or len(lengths) > 1 or list(self.bounds) != sorted(self.bounds):
-            raise ConfigError(
-                setting="bounds", given=self.bounds, allowed="ascending, with a rate and a share for each"
-            )
+            allowed = "ascending, with a rate and a share for each"
+            raise ConfigError(setting="bounds", given=self.bounds, allowed=allowed)
         for name, values in (("rates", self.rates), ("shares", self.weights)):
             if not all(0 <= value <= 1 for value in values):
                 raise ConfigError(setting=name, given=values, allowed="numbers of 0..1")
@@ -119,7 +117,7 @@ USUAL_SPEEDUP = 1.3
 
 
 @dataclass(frozen=True)
-class ExpectedGainPolicy:
+class ExpectedGainPolicy(DraftPolicy):
     """The policy for drafts; `costs.start`, `draft` and `keep` are those of its computed drafter."""
 
     acceptance: Mapping[str, Acceptance] = field(default_factory=dict)
@@ -133,7 +131,6 @@ class ExpectedGainPolicy:
     """By drafter, what its scores promised of its last guesses, and how many were accepted."""
 
     def pays(self, chances: Sequence[Sequence[float]]) -> bool:
-        """Whether the drafts of a batch pay together, by the chance that each of their tokens is accepted."""
         sequences, drafted = len(chances), sum(map(len, chances))
         if sequences == 1 or not drafted:
             return bool(drafted)
@@ -142,7 +139,6 @@ class ExpectedGainPolicy:
         return sum(map(sum, chances)) > self.speedup * sequences * more / seconds(sequences)
 
     def observe(self, name: str, promised: float, accepted: bool) -> None:
-        """A guess with this promised chance was judged, behind accepted ones."""
         before, right = self._observed.get(name, (0.0, 0.0))
         raw = promised / self.trust(name)
         self._observed[name] = MEMORY * before + raw, MEMORY * right + accepted
@@ -191,12 +187,7 @@ class ExpectedGainPolicy:
         return value
 
     def choose(
-        self,
-        place: int,
-        chance: float,
-        guesses: Mapping[str, Sequence[Guess]],
-        computed: str | None,
-        sequences: int,
+        self, place: int, chance: float, guesses: Guesses, computed: str | None, sequences: int
     ) -> tuple[str | None, int]:
         drafter: str | None = None
         count, most = 0, 0.0
@@ -229,39 +220,30 @@ def thresholds(
     rule: Rule,
     *,
     safety: float = 1.0,
-    quantile: Quantile = "p99",
     eps: float = 0.001,
 ) -> tuple[float, ...]:
     """For each exit stage 0..K-2 the margin above which a token leaves; infinity means never.
 
-    `safety` and `quantile` are of the two rules by bounds, `eps` is of the flip rate.
+    `safety` is of the two rules by bounds, `eps` of the flip rate.
     """
-    for name, value, allowed in (
-        ("rule", rule, get_args(Rule)),
-        ("quantile", quantile, get_args(Quantile)),
-        *([("eps", eps, EPS)] if rule == "flip-rate" else []),
-    ):
+    checks: list[tuple[str, object, tuple[object, ...]]] = [("rule", rule, get_args(Rule))]
+    for name, value, allowed in checks + [("eps", eps, EPS)] * (rule == "flip-rate"):
         if value not in allowed:
             raise ConfigError(setting=name, given=value, allowed=f"one of {', '.join(map(str, allowed))}")
     if not 0 < safety < math.inf:
         raise ConfigError(setting="safety", given=safety, allowed="a finite number above 0")
     if rule == "flip-rate":
         return calibration.flip_thresholds[EPS.index(eps)]
-    bounds = calibration.gain if rule == "rival-gain" else calibration.shift
-    numbers = bounds.p99 if quantile == "p99" else bounds.max
     if rule == "rival-gain":
-        return tuple(safety * gain for gain in numbers)
-    return tuple(safety * sum(numbers[k:]) for k in range(calibration.stages - 1))
+        return tuple(safety * gain for gain in calibration.gain.p99)
+    return tuple(safety * sum(calibration.shift.p99[k:]) for k in range(calibration.stages - 1))
 
 
 def exits(readings: Readings, thresholds: Sequence[float]) -> Tensor:
     """(n,) long: the stage at which each token leaves; K-1 where it goes all the way."""
     if len(thresholds) != readings.stages - 1:
-        raise ConfigError(
-            setting="thresholds",
-            given=list(thresholds),
-            allowed=f"{readings.stages - 1} numbers, one for each stage but the last",
-        )
+        allowed = f"{readings.stages - 1} numbers, one for each stage but the last"
+        raise ConfigError(setting="thresholds", given=list(thresholds), allowed=allowed)
     limits = torch.tensor([*thresholds, -math.inf], dtype=torch.float64)
     return (readings.margin > limits[:, None]).int().argmax(0)  # the first of the largest
 

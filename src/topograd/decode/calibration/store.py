@@ -61,7 +61,14 @@ def store(
     entries |= {entry_name(runtime): (calibration, tuning)}
     values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **own}
     values["entries"] = {
-        name: {"calibration": calibration_dict(read), "tuning": tuning_dict(tuned)}
+        name: {
+            "calibration": calibration_dict(read),
+            "tuning": {
+                "greedy": selection_dict(tuned.greedy),
+                "sampled": selection_dict(tuned.sampled),
+                "costs": tuned.costs.as_dict(),
+            },
+        }
         for name, (read, tuned) in entries.items()
     }
     values["pool"] = kept if pool is None else pool.as_dict()
@@ -85,21 +92,15 @@ def load(session: LoadedTextRun, runtime: Runtime) -> tuple[Calibration, Tuning]
     if found is None and runtime.precision == "float32":
         found = file.entries.get(ANY_RUNTIME)
     if found is None:
-        raise RunError(
-            f"{session.run.folder} is calibrated for {', '.join(file.entries)}, not for {wanted}",
-            setting="precision",
-            given=wanted,
-            remedy=f"{again} --runtime {runtime.name} --weights {runtime.precision}",
-        )
-    calibration, exits = found[0], len(session.plan.predicting())
-    if calibration.step != session.step or calibration.stages != exits:
-        raise RunError(
-            f"the calibration of {session.run.folder} is of step {calibration.step} and "
-            f"{calibration.stages} stages, the weights are of step {session.step} and {exits}",
-            setting="step" if calibration.step != session.step else "stages",
-            given=calibration.step if calibration.step != session.step else calibration.stages,
-            remedy=again,
-        )
+        problem = f"{session.run.folder} is calibrated for {', '.join(file.entries)}, not for {wanted}"
+        again += f" --runtime {runtime.name} --weights {runtime.precision}"
+        raise RunError(problem, setting="precision", given=wanted, remedy=again)
+    read, exits = found[0], len(session.plan.predicting())
+    of = f"step {read.step} and {read.stages} stages, the weights are of step {session.step} and {exits}"
+    for name, given, own in (("step", read.step, session.step), ("stages", read.stages, exits)):
+        if given != own:
+            problem = f"the calibration of {session.run.folder} is of {of}"
+            raise RunError(problem, setting=name, given=given, remedy=again)
     _check_about(session, file)
     return found
 
@@ -118,12 +119,8 @@ def _check_about(session: LoadedTextRun, file: _File) -> None:
         ("exits", exits_digest(session), "other exits (draft/)"),
     ):
         if file.about[name] != own:
-            raise RunError(
-                f"the calibration of {session.run.folder} is of {what}",
-                setting=name,
-                given=file.about[name],
-                remedy=_again(session),
-            )
+            problem = f"the calibration of {session.run.folder} is of {what}"
+            raise RunError(problem, setting=name, given=file.about[name], remedy=_again(session))
 
 
 def open_pool(session: LoadedTextRun, kind: Kind) -> ExitPool:
@@ -134,9 +131,8 @@ def open_pool(session: LoadedTextRun, kind: Kind) -> ExitPool:
     file, again = _file(session), _again(session)
     _check_about(session, file)
     if file.pool is None:
-        raise RunError(
-            f"the calibration of {session.run.folder} has no pool", setting="pool", given=None, remedy=again
-        )
+        problem = f"the calibration of {session.run.folder} has no pool"
+        raise RunError(problem, setting="pool", given=None, remedy=again)
     return ExitPool(kind, session.plan, _pool_of(file.pool, session, again))
 
 
@@ -150,12 +146,8 @@ def _pool_of(values: Any, session: LoadedTextRun, again: str) -> ExitWeights:
             raise ValueError("its pool has other shapes than the run, or numbers that are not finite")
         return found
     except (TypeError, ValueError, AttributeError, RuntimeError) as problem:
-        raise RunError(
-            f"{session.run.calibration_file} is damaged ({problem})",
-            setting="pool",
-            given=session.run.calibration_file,
-            remedy=again,
-        ) from None
+        message = f"{session.run.calibration_file} is damaged ({problem})"
+        raise RunError(message, setting="pool", given=session.run.calibration_file, remedy=again) from None
 
 
 def _again(session: LoadedTextRun) -> str:
@@ -187,16 +179,17 @@ def _read(session: LoadedTextRun, again: str) -> _File:
         if version not in (2, VERSION):
             raise RunError(f"it has version {version!r}, this program reads 2 and {VERSION}")
         each = values["entries"] if version == VERSION else {ANY_RUNTIME: values}
-        entries = {
-            str(name): (calibration_of(entry["calibration"]), tuning_of(entry["tuning"]))
-            for name, entry in each.items()
-        }
+        entries = {}
+        for name, entry in each.items():
+            tuned = entry["tuning"]
+            greedy, sampled = _selection_of(tuned["greedy"]), _selection_of(tuned["sampled"])
+            tuning = Tuning(greedy, sampled, _costs_of(tuned["costs"]))
+            entries[str(name)] = calibration_of(entry["calibration"]), tuning
         about = {"weights": values["weights"], "exits": values["exits"]}
         return _File(about, entries, values.get("pool"))
     except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as problem:
-        raise RunError(
-            f"{file} is damaged ({problem})", setting="calibration", given=file, remedy=again
-        ) from None
+        message = f"{file} is damaged ({problem})"
+        raise RunError(message, setting="calibration", given=file, remedy=again) from None
 
 
 # The readings
@@ -267,15 +260,6 @@ def _numbers(
 # The tuning
 
 
-def tuning_dict(tuning: Tuning) -> dict[str, Any]:
-    """Plain JSON."""
-    return {
-        "greedy": selection_dict(tuning.greedy),
-        "sampled": selection_dict(tuning.sampled),
-        "costs": tuning.costs.as_dict(),
-    }
-
-
 def selection_dict(selection: DrafterSelection | None) -> dict[str, Any] | None:
     """Plain JSON of drafters that pay; None where none does."""
     if selection is None:
@@ -290,12 +274,6 @@ def selection_dict(selection: DrafterSelection | None) -> dict[str, Any] | None:
         "costs": policy.costs.as_dict(),
         "acceptance": {name: vars(rates) for name, rates in policy.acceptance.items()},
     }
-
-
-def tuning_of(values: Any) -> Tuning:
-    """What `tuning_dict` gave."""
-    greedy, sampled = (_selection_of(values[name]) for name in ("greedy", "sampled"))
-    return Tuning(greedy, sampled, _costs_of(values["costs"]))
 
 
 def _selection_of(values: Any) -> DrafterSelection | None:

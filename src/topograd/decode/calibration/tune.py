@@ -329,14 +329,12 @@ def tune(engine: Engine, text: Text, retrofitted: Retrofitted | None = None) -> 
     own = own_text(engine, [row[:start] for row in people])
     greedy = select_drafters(record(engine, own, start, drafters), costs, steps)
     sampled = select_drafters(record(engine, people, start, drafters, sampled=True), costs, steps)
-    return Tuning(_with_tokens(greedy, frequent), _with_tokens(sampled, frequent), costs)
-
-
-def _with_tokens(selection: DrafterSelection | None, frequent: Tensor) -> DrafterSelection | None:
-    """With the tokens that a pruned prefix of it guesses."""
-    if selection is None or not any(name.endswith(")") for name in selection.drafters):
-        return selection
-    return replace(selection, vocabulary=tuple(frequent.tolist()))
+    both: list[DrafterSelection | None] = []
+    for selection in (greedy, sampled):
+        if selection is not None and any(name.endswith(")") for name in selection.drafters):  # pruned
+            selection = replace(selection, vocabulary=tuple(frequent.tolist()))
+        both.append(selection)
+    return Tuning(both[0], both[1], costs)
 
 
 def own_text(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -208,9 +208,8 @@ class Adapted(HeadedStack):
         head = chain[-1].module
         self.linear = type(head) is nn.Linear  # a subclass may compute something else
         if head_rank is not None and not self.linear:
-            raise StackError(
-                setting="head_rank", given=head_rank, allowed="left out, unless the head is an nn.Linear"
-            )
+            allowed = "left out, unless the head is an nn.Linear"
+            raise StackError(setting="head_rank", given=head_rank, allowed=allowed)
         # A head that is no plain matrix is called as it is, and there are no per-stage heads.
         self.head = Head(head.weight, head.bias, rank=head_rank) if self.linear else head  # type: ignore
         named = inspect.signature(model.forward).parameters
@@ -223,9 +222,8 @@ class Adapted(HeadedStack):
 
     def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         if isinstance(offset, Tensor) or offset:
-            raise StackError(
-                setting="offset", given=offset, allowed="0: an adapted model needs the whole prefix"
-            )
+            allowed = "0: an adapted model needs the whole prefix"
+            raise StackError(setting="offset", given=offset, allowed=allowed)
         rng = _RngState(x0.device)
         calls = self._trace(inputs).calls[: len(self.layers)]
         rng.restore()

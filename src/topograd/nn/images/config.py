@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from topograd.errors import StackError
-from topograd.limits import DEPTH, SIZE
+from topograd.limits import DEPTH, SIZE, check_rules
 from topograd.nn.spec import ModelSpec, Task
 from topograd.registry import Registry
 
@@ -83,20 +83,19 @@ class ImageConfig(ModelSpec):
             value = getattr(self, name)
             if value is not None and not bounds[0] <= value <= bounds[1]:
                 raise StackError(setting=name, given=value, allowed=f"in {bounds[0]:.0f}..{bounds[1]:.0f}")
-        if len(self.shape) != 3 or not all(1 <= size <= SIZE[1] for size in self.shape):
-            raise StackError(setting="shape", given=self.shape, allowed="channels, height and width")
-        if not all(1 <= width <= SIZE[1] for width in self.widths):
-            raise StackError(setting="widths", given=self.widths, allowed=f"each in 1..{SIZE[1]:.0f}")
-        if self.family == "mlp" and self.classes in self.widths:
-            raise StackError(
-                setting="widths",
-                given=self.widths,
-                allowed=f"other than {self.classes}, the width of the logits",
-            )
-        if not all(math.isfinite(v) for v in self.mean) or not all(0 < v < math.inf for v in self.std):
-            raise StackError(setting="mean", given=self.mean, allowed="finite, and std above 0")
-        if self.eval_images < 1:
-            raise StackError(setting="eval_images", given=self.eval_images, allowed="at least 1")
+        image = len(self.shape) == 3 and all(1 <= size <= SIZE[1] for size in self.shape)
+        logits = self.family == "mlp" and self.classes in self.widths
+        finite = all(math.isfinite(v) for v in self.mean) and all(0 < v < math.inf for v in self.std)
+        bounded = all(1 <= width <= SIZE[1] for width in self.widths) and not logits
+        other = f"other than {self.classes}, the width of the logits"
+        check_rules(
+            self,
+            StackError,
+            shape=(image, "channels, height and width"),
+            widths=(bounded, other if logits else f"each in 1..{SIZE[1]:.0f}"),
+            mean=(finite, "finite, and std above 0"),
+            eval_images=(self.eval_images >= 1, "at least 1"),
+        )
         self._check_vit()
 
     @property
@@ -171,11 +170,8 @@ class ImageConfig(ModelSpec):
     def _check_network(self) -> None:
         match = _RESNET.fullmatch(self.network)
         if match and (int(match[1]) < 8 or (int(match[1]) - 2) % 6):
-            raise StackError(
-                setting="network",
-                given=self.network,
-                allowed="of 6n + 2 layers for a ResNet: resnet8, resnet20",
-            )
+            allowed = "of 6n + 2 layers for a ResNet: resnet8, resnet20"
+            raise StackError(setting="network", given=self.network, allowed=allowed)
         if not match:
             NETWORKS.check(self.network)
         family = self.family
@@ -183,14 +179,15 @@ class ImageConfig(ModelSpec):
         if foreign and self.depth is None:
             problem = f"model {self.network} is not one of this package"
             raise StackError(problem, setting="depth", remedy="give depth, the number of its layers")
-        if self.depth is not None and not foreign and family != "vit":
-            raise StackError(setting="depth", given=self.depth, allowed=f"left out for {self.network}")
-        if family == "resnet" and self.widths and len(self.widths) != 3:
-            raise StackError(setting="widths", given=self.widths, allowed="three, for a ResNet")
-        if self.activation != "relu" and family != "mlp":
-            raise StackError(
-                setting="activation", given=self.activation, allowed="left out; only an mlp has one"
-            )
+        sized = family != "resnet" or len(self.widths) in (0, 3)
+        activated = family == "mlp" or self.activation == "relu"
+        check_rules(
+            self,
+            StackError,
+            depth=(self.depth is None or foreign or family == "vit", f"left out for {self.network}"),
+            widths=(sized, "three, for a ResNet"),
+            activation=(activated, "left out; only an mlp has one"),
+        )
         for name in ("patch", "heads"):
             default = type(self).__dataclass_fields__[name].default
             if not foreign and family != "vit" and getattr(self, name) != default:
@@ -204,8 +201,5 @@ class ImageConfig(ModelSpec):
             allowed = f"one width for a vit, a multiple of its {self.heads} heads"
             raise StackError(setting="widths", given=self.own_widths, allowed=allowed)
         if self.shape[1] % self.patch_size or self.shape[2] % self.patch_size:
-            raise StackError(
-                setting="patch",
-                given=self.patch_size,
-                allowed=f"a divisor of {self.shape[1]} and {self.shape[2]}",
-            )
+            allowed = f"a divisor of {self.shape[1]} and {self.shape[2]}"
+            raise StackError(setting="patch", given=self.patch_size, allowed=allowed)

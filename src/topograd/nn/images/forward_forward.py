@@ -77,13 +77,12 @@ class ForwardForward(ImageStack):
             self.add_heads(range(len(plan.stages)))
         super().validate_plan(plan)
 
-    def _add_head(self, width: int) -> None:
+    def new_head(self, width: int) -> None:
         """Goodness needs no head."""
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
-        raise StackError(
-            setting="heads", given="per-stage", allowed="'shared' for Forward-Forward, which has no head"
-        )
+        allowed = "'shared' for Forward-Forward, which has no head"
+        raise StackError(setting="heads", given="per-stage", allowed=allowed)
 
     def has_head(self, stage: int) -> bool:
         return False

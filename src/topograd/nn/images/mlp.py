@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from topograd.nn.heads import Head
 from topograd.nn.images.config import ImageConfig
-from topograd.nn.images.stack import ImageStack, Shape
+from topograd.nn.images.stack import ImageStack, LogitsHead, Shape
 from topograd.nn.stack import LayerContext
 
 
@@ -82,5 +83,5 @@ class MLP(ImageStack):
     def extra(self, shape: Shape) -> nn.Module:
         return ResidualMLP(shape[0])
 
-    def gives_logits(self, width: int) -> bool:
-        return width == self.config.classes
+    def new_head(self, width: int) -> Head | None:
+        return LogitsHead(width) if width == self.config.classes else super().new_head(width)

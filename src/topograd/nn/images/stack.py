@@ -77,6 +77,30 @@ class WidthHeads(Stack):
         assert isinstance(head, Head)
         return head
 
+    def set_widths(self, plan: Plan) -> None:
+        """Record the width at the end of every stage, and add the heads that are missing."""
+        for planned in plan.stages:
+            width = self._stage_widths[planned.head] = self.width_after(planned.stage.stop - 1)
+            missing = planned.predicts and str(width) not in self.head
+            if missing and (head := self.new_head(width)) is not None:
+                self.head[str(width)] = head
+
+    @abstractmethod
+    def width_after(self, layer: int) -> int:
+        """The number of features after a layer."""
+
+    @abstractmethod
+    def new_head(self, width: int) -> Head | None:
+        """A head for features of this width; None where they need none."""
+
+
+def random_head(classes: int, width: int, like: Tensor) -> Head:
+    """A head drawn like torch's linear layers, with a bias of zeros."""
+    bound = 1 / math.sqrt(width)
+    weight = torch.empty(classes, width, device=like.device, dtype=like.dtype).uniform_(-bound, bound)
+    bias = torch.zeros(classes, device=like.device, dtype=like.dtype)
+    return Head(nn.Parameter(weight), nn.Parameter(bias))
+
 
 class ImageStack(WidthHeads):
     """A network on images, its layers laid out by a topology; by default a chain."""
@@ -190,34 +214,17 @@ class ImageStack(WidthHeads):
                 given = self.start if output.source == EMBEDDING else self.shapes[output.layer - 1][1]
                 if given != taken:
                     shown = [" × ".join(map(str, shape)) for shape in (given, taken)]
-                    raise StackError(
-                        f"stage {planned.index + 1} is given {shown[0]} and its first layer takes {shown[1]}",
-                        setting="topology",
-                        given=given,
-                        remedy="build the network for this topology, or choose another",
-                    )
-            width = self.feature_width(self.shapes[planned.stage.stop - 1][1])
-            self._stage_widths[planned.head] = width
-            if planned.predicts:
-                self._add_head(width)
+                    at = f"stage {planned.index + 1}"
+                    problem = f"{at} is given {shown[0]} and its first layer takes {shown[1]}"
+                    remedy = "build the network for this topology, or choose another"
+                    raise StackError(problem, setting="topology", given=given, remedy=remedy)
+        self.set_widths(plan)
 
-    def _add_head(self, width: int) -> None:
-        if str(width) in self.head:
-            return
-        if self.gives_logits(width):
-            self.head[str(width)] = LogitsHead(self.config.classes)
-            return
-        bound = 1 / math.sqrt(width)
-        like = self.get_buffer("mean")
-        weight = torch.empty(self.config.classes, width, device=like.device, dtype=like.dtype).uniform_(
-            -bound, bound
-        )
-        bias = torch.zeros(self.config.classes, device=like.device, dtype=like.dtype)
-        self.head[str(width)] = Head(nn.Parameter(weight), nn.Parameter(bias))
+    def width_after(self, layer: int) -> int:
+        return self.feature_width(self.shapes[layer][1])
 
-    def gives_logits(self, width: int) -> bool:
-        """Whether features of this width are logits already."""
-        return False
+    def new_head(self, width: int) -> Head | None:
+        return random_head(self.config.classes, width, self.get_buffer("mean"))
 
     @property
     def vocab(self) -> int:

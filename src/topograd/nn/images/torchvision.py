@@ -16,7 +16,6 @@ Limits. Inputs are float images, normalised by the caller. torchvision's forward
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.heads import Head
-from topograd.nn.images.stack import WidthHeads
+from topograd.nn.images.stack import WidthHeads, random_head
 from topograd.nn.stack import LayerContext
 from topograd.topology.plan import Plan
 
@@ -63,27 +62,14 @@ class TorchvisionStack(WidthHeads):
     @abstractmethod
     def features(self, h: Tensor) -> Tensor: ...
 
-    @abstractmethod
-    def width_after(self, layer: int) -> int:
-        """The number of features after a layer."""
-
     def validate_plan(self, plan: Plan) -> None:
-        for planned in plan.stages:
-            width = self.width_after(planned.stage.stop - 1)
-            self._stage_widths[planned.head] = width
-            if planned.predicts:
-                self._add_head(width)
+        self.set_widths(plan)
 
-    def _add_head(self, width: int) -> None:
+    def new_head(self, width: int) -> Head:
         last: nn.Linear = self.__dict__["last"]
-        if str(width) in self.head:
-            return
         if width == last.in_features:
-            self.head[str(width)] = Head(last.weight, last.bias)
-            return
-        bound = 1 / math.sqrt(width)
-        weight = torch.empty(last.out_features, width).uniform_(-bound, bound).to(last.weight)
-        self.head[str(width)] = Head(nn.Parameter(weight), nn.Parameter(torch.zeros_like(last.bias)))
+            return Head(last.weight, last.bias)
+        return random_head(last.out_features, width, last.weight)
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         x = self.features(h)
@@ -181,11 +167,8 @@ def adapt_torchvision(model: nn.Module, images: Tensor | None = None) -> Torchvi
     elif all(hasattr(model, name) for name in _VIT):
         stack = VisionTransformerStack(model)
     else:
-        raise StackError(
-            setting="model",
-            given=type(model).__name__,
-            allowed="a ResNet or VisionTransformer of torchvision",
-        )
+        allowed = "a ResNet or VisionTransformer of torchvision"
+        raise StackError(setting="model", given=type(model).__name__, allowed=allowed)
     if images is not None:
         stack.verify(images)
     return stack

@@ -41,17 +41,15 @@ def check_mixer(**sizes: int) -> None:
         if size < 1:
             raise StackError(setting=name, given=size, allowed="at least 1")
     if sizes["heads"] % sizes["groups"]:
-        raise StackError(
-            setting="groups", given=sizes["groups"], allowed=f"a divisor of the {sizes['heads']} heads"
-        )
+        allowed = f"a divisor of the {sizes['heads']} heads"
+        raise StackError(setting="groups", given=sizes["groups"], allowed=allowed)
 
 
 def check_state(state: RecurrentState | None, u: Tensor) -> None:
     """A state has as many sequences as its input."""
     if state is not None and state.rows != len(u):
-        raise StackError(
-            setting="state", given=state.rows, allowed=f"a state of {len(u)} sequences, as the input"
-        )
+        allowed = f"a state of {len(u)} sequences, as the input"
+        raise StackError(setting="state", given=state.rows, allowed=allowed)
 
 
 def initial_dt_bias(heads: int) -> Tensor:

@@ -56,11 +56,8 @@ class Mamba3Mixer(nn.Module):
         super().__init__()
         check_mixer(width=width, heads=heads, head_dim=head_dim, state=state, groups=groups, chunk=chunk)
         if rope_fraction not in (0.5, 1) or state * rope_fraction % 2:
-            raise StackError(
-                setting="rope_fraction",
-                given=rope_fraction,
-                allowed="0.5 (state a multiple of 4) or 1 (of 2)",
-            )
+            allowed = "0.5 (state a multiple of 4) or 1 (of 2)"
+            raise StackError(setting="rope_fraction", given=rope_fraction, allowed=allowed)
         self.heads, self.head_dim, self.state, self.groups = heads, head_dim, state, groups
         self.angles = int(state * rope_fraction) // 2
         self.chunk = chunk

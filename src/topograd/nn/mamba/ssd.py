@@ -149,10 +149,8 @@ def _check(v: Tensor, a: Tensor, B: Tensor, C: Tensor, state: Tensor | None, chu
         raise StackError(problem, setting="v", given=tuple(v.shape), remedy=remedy)
     (batch, length, heads, p), (groups, n) = v.shape, B.shape[2:]
     if length < 1 or groups < 1 or heads % groups:
-        raise StackError(
-            setting="groups", given=groups, allowed=f"a divisor of {heads} heads, with at least one position"
-        )
+        allowed = f"a divisor of {heads} heads, with at least one position"
+        raise StackError(setting="groups", given=groups, allowed=allowed)
     if state is not None and state.shape != (batch, heads, p, n):
-        raise StackError(
-            setting="initial_state", given=tuple(state.shape), allowed=f"of shape {(batch, heads, p, n)}"
-        )
+        allowed = f"of shape {(batch, heads, p, n)}"
+        raise StackError(setting="initial_state", given=tuple(state.shape), allowed=allowed)

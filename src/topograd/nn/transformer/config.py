@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from topograd.errors import StackError
+from topograd.limits import check_rules
 from topograd.nn.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -225,39 +226,25 @@ class TransformerConfig(BlockConfig):
         most = {"layers": MAX_LAYERS, "context": MAX_POSITIONS, "rope_original_context": MAX_POSITIONS}
         sizes = ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab", "context")
         if self.trained_context is not None and not self.context <= self.trained_context <= MAX_POSITIONS:
-            raise StackError(
-                setting="trained_context", given=self.trained_context, allowed="at least the context"
-            )
+            allowed = "at least the context"
+            raise StackError(setting="trained_context", given=self.trained_context, allowed=allowed)
         for name in (*sizes, "rope_original_context"):
             value, bound = getattr(self, name), most.get(name, MAX_SIZE)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
+            if type(value) is not int or not 1 <= value <= bound:
                 raise StackError(setting=name, given=value, allowed=f"a whole number in 1..{bound}")
-        if self.heads % self.kv_heads:
-            problem = f"{self.heads} heads cannot share {self.kv_heads} kv_heads"
-            raise StackError(problem, setting="kv_heads", given=self.kv_heads, remedy="use a divisor")
-        if self.heads * self.head_width > MAX_SIZE:
-            problem = f"{self.heads} heads of {self.head_width} are more than {MAX_SIZE} numbers"
-            raise StackError(problem, setting="heads", given=self.heads)
-        if not self.traits.learned_positions and self.head_width % 2:
-            raise StackError(
-                setting="head_width", given=self.head_width, allowed="even, for rotary positions"
-            )
-        if self.traits.learned_positions and (
-            self.kv_heads != self.heads or self.heads * self.head_width != self.width
-        ):
-            raise StackError(
-                f"{self.family} has heads of its own for keys and values that fill the width, and not "
-                f"{self.kv_heads} for {self.heads} of {self.head_width} in a width of {self.width}",
-                setting="kv_heads",
-                given=self.kv_heads,
-            )
-        for window in self.windows:
-            if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= MAX_POSITIONS:
-                raise StackError(
-                    setting="windows",
-                    given=self.windows,
-                    allowed="spans of at least 0; 0 is the whole context",
-                )
+        learned, wide = self.traits.learned_positions, self.heads * self.head_width
+        spans = all(type(window) is int and 0 <= window <= MAX_POSITIONS for window in self.windows)
+        check_rules(
+            self,
+            StackError,
+            kv_heads=(not self.heads % self.kv_heads, f"a divisor of the {self.heads} heads"),
+            heads=(wide <= MAX_SIZE, f"at most {MAX_SIZE} numbers together, of {self.head_width} each"),
+            head_width=(learned or not self.head_width % 2, "even, for rotary positions"),
+            windows=(spans, "spans of at least 0; 0 is the whole context"),
+        )
+        if learned and (self.kv_heads != self.heads or wide != self.width):
+            allowed = f"as many as heads, which fill the width {self.width}: so it is in {self.family}"
+            raise StackError(setting="kv_heads", given=self.kv_heads, allowed=allowed)
 
     def _check_numbers(self) -> None:
         positive = ("norm_eps", "rope_base", "rope_factor", "rope_low_factor", "rope_high_factor")
@@ -266,13 +253,14 @@ class TransformerConfig(BlockConfig):
             value = getattr(self, name)
             if not (value is None and name in optional) and not 0 < value < math.inf:
                 raise StackError(setting=name, given=value, allowed="finite and above 0")
-        if self.rope_scaling == "llama3" and self.rope_low_factor >= self.rope_high_factor:
-            raise StackError(
-                setting="rope_low_factor", given=self.rope_low_factor, allowed="below rope_high_factor"
-            )
-        if self.attention_softcap is not None and not self.traits.softcapped_attention:
-            problem = f"attention_softcap is for gemma2, and the family is {self.family}"
-            raise StackError(problem, setting="attention_softcap", given=self.attention_softcap)
+        ordered = self.rope_scaling != "llama3" or self.rope_low_factor < self.rope_high_factor
+        capped = self.attention_softcap is None or self.traits.softcapped_attention
+        check_rules(
+            self,
+            StackError,
+            rope_low_factor=(ordered, "below rope_high_factor"),
+            attention_softcap=(capped, f"left out: it is for gemma2, and the family is {self.family}"),
+        )
 
     @property
     def kind(self) -> str:

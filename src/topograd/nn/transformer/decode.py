@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,15 +48,9 @@ _TINY = 1e-30  # |x| of x = 0, so that 0 / |x| is 0
 # Rotations as complex numbers
 
 
-@cache
-def pair_order(head_width: int) -> Tensor:
-    """0, half, 1, half + 1, ..."""
-    return torch.arange(head_width).view(2, head_width // 2).t().flatten()
-
-
 def paired(weight: Tensor, head_width: int) -> Tensor:
     """The rows of a matrix (heads · head width, ...) with each pair (i, i + half) of a head adjacent."""
-    order = pair_order(head_width)
+    order = torch.arange(head_width).view(2, head_width // 2).t().flatten()
     return weight.view(-1, head_width, *weight.shape[1:])[:, order].flatten(0, 1)
 
 
@@ -195,10 +188,6 @@ def joined(
     return MklLinear(weight, None if plain else bias)
 
 
-def _relu2_(x: Tensor) -> Tensor:
-    return torch.relu_(x).square_()
-
-
 class DecodingBlock(nn.Module):
     """A `Block` in fewer operations."""
 
@@ -230,7 +219,8 @@ class DecodingBlock(nn.Module):
             self.values = a.value_gate.detach() * a.value_embedding.weight.detach()
         self.output = joined([a.output])
         self.gated = mlp.gate is not None
-        self.activation = _relu2_ if mlp.activation is relu2 else mlp.activation
+        squared: Callable[[Tensor], Tensor] = lambda x: torch.relu_(x).square_()  # noqa: E731  in place
+        self.activation = squared if mlp.activation is relu2 else mlp.activation
         self.hidden = joined(
             [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up], unit.gain(block.mlp_norm, width)
         )

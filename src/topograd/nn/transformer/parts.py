@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +27,6 @@ def gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by tanh, fused."""
-    return F.gelu(x, approximate="tanh")
-
-
 def relu2(x: Tensor) -> Tensor:
     """relu(x)²."""
     return F.relu(x).square()
@@ -40,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_new": gelu_new,
-    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu2": relu2,
 }

@@ -114,9 +114,8 @@ class Transformer(HeadedStack):
     def draft_layer(self) -> nn.Module:
         """One more layer of attention, the identity at first, as a draft stage has it."""
         if self.config.mixer(len(self.layers) - 1) != "attention":
-            raise StackError(
-                "a draft stage has attention", setting="base", remedy="this model's last layer has none"
-            )
+            problem = "a draft stage has attention"
+            raise StackError(problem, setting="base", remedy="this model's last layer has none")
         layer = layer_of(*self.config.draft_layer())
         make_identity(layer)
         return layer

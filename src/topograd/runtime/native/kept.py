@@ -1,6 +1,6 @@
 """Packed weights that are kept: written once for a model and a precision, then mapped.
 
-    CACHE/packed/KEY/weights      what `NativeRuntime` packs, embeddings and rotations, one behind the other
+    CACHE/packed/KEY/weights      what `NativeRuntime` packs, embeddings and rotations, concatenated
     CACHE/packed/KEY/about.json   where each part lies, the SHA-256 of the weights, and one of all this
 
 KEY is a digest of the model's weights and settings, the precision, and the layout: FORMAT, the kernels'
@@ -24,8 +24,6 @@ import ctypes
 import hashlib
 import json
 import mmap
-import os
-import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
@@ -38,10 +36,10 @@ from numpy.typing import NDArray
 from topograd.data.cache import InUse, default_cache, prune_entries
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import DataError, RunError
-from topograd.files import dump_json, read_json, sync, write_atomic
+from topograd.files import dump_json, read_json, replacing, write_atomic
 from topograd.runtime.native import library
 from topograd.runtime.native.library import FORMATS, Layer, Matrix, Norm, default_threads
-from topograd.runtime.native.packing import ALIGNED, BEHIND, Memory
+from topograd.runtime.native.packing import ALIGNED, BEHIND
 from topograd.runtime.native.runtime import Head, NativeRuntime
 from topograd.runtime.quantize import Precision, Quantized
 from topograd.topology.plan import Plan, PlannedStage
@@ -120,8 +118,8 @@ def _described(runtime: NativeRuntime, heads: list[int], parts: _Parts) -> Table
     layers = [runtime.layer(index) for index in range(len(stack.layers))]
     read_by = {head: head if stack.has_head(head) else -1 for head in heads}
     packed = {which: runtime.head(which) for which in sorted(set(read_by.values()))}
-    parts.add_memory([runtime.memory, *(head.memory for head in packed.values())])
-    for array in runtime.kept:
+    blocks = [runtime.memory, *(head.memory for head in packed.values())]
+    for array in [*(block.filled() for block in blocks if block is not None), *runtime.kept]:
         parts.add(array)
     turns = {} if traits.learned_positions else runtime.rotations(min(stack.context, REACH))
     made = {name: each for name, each in runtime.made.items() if name.startswith("head")}
@@ -144,18 +142,13 @@ SETTINGS = ("normed", "learned", "scale", "known_positions", "softcap")
 
 
 class _Parts:
-    """Arrays that are to lie one behind the other, each at a multiple of ALIGNED."""
+    """Arrays that are concatenated in the file, each at a multiple of ALIGNED."""
 
     def __init__(self) -> None:
         self.arrays: list[NDArray[Any]] = []
         self.size = 0
         self._starts: list[tuple[int, int, int]] = []
         """Addresses in memory, in order: start, stop, and the place in the file."""
-
-    def add_memory(self, blocks: Iterable[Memory | None]) -> None:
-        for block in blocks:
-            if block is not None:
-                self.add(block.filled())
 
     def add(self, array: NDArray[Any]) -> int:
         """Its place in the file."""
@@ -180,20 +173,12 @@ class _Parts:
 
 def _write(parts: _Parts, file: Path) -> str:
     """Write a file whole or not at all, and return its SHA-256. Large writes get large pages."""
-    digest, temporary = hashlib.sha256(), file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb", buffering=0) as opened:
-            for piece in _pieces(parts):
-                digest.update(piece)
-                while piece:
-                    piece = piece[opened.write(piece) :]
-            os.fsync(opened.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    sync(file.parent)
+    digest = hashlib.sha256()
+    with replacing(file) as temporary, temporary.open("xb", buffering=0) as opened:
+        for piece in _pieces(parts):
+            digest.update(piece)
+            while piece:
+                piece = piece[opened.write(piece) :]
     return digest.hexdigest()
 
 

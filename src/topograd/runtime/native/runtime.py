@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from topograd.errors import ConfigError
 from topograd.runtime import operators
 from topograd.runtime.native import library
-from topograd.runtime.native.cache import ChainedStageCache
+from topograd.runtime.native.cache import ChainedStageCache, NativeStageCache
 from topograd.runtime.native.library import Layer, Matrix, Norm, Readout, default_threads
 from topograd.runtime.native.packing import (
     Memory,
@@ -86,10 +86,25 @@ class Head:
         return logits
 
 
+def normed_linear(weight: Tensor, precision: Precision, threads: int) -> Head:
+    """x ↦ W x / rms(x), rms(x)² = mean(x²) + ε, of rows x, with W packed as the weights of a stage are."""
+    values = weight.detach().float().contiguous().numpy()
+    outputs, inputs = values.shape
+    if precision in ("float32", "bfloat16") or inputs < LEAST:
+        form = "bfloat16" if precision == "bfloat16" else "float32"
+        memory = Memory(packed_size(outputs, inputs, form))
+        matrix = pack_floats([values], form, memory)
+    else:
+        memory = Memory(packed_size(outputs, inputs, "int8"))
+        matrix = pack_blocks(quantize_half(values, 8 if precision == "int8" else 4), inputs, memory)
+    return Head(matrix, Norm(library.RMS, None, None, operators.EPSILON), memory, 0.0, threads)
+
+
 class NativeRuntime(OperatorRuntime):
     """Packed weights of a stack."""
 
     name = "native"
+    stage_cache: type[NativeStageCache] = ChainedStageCache
     relays = True
     """Whether stages may pass on something else than their hidden states: its stack knows how."""
 
@@ -100,13 +115,9 @@ class NativeRuntime(OperatorRuntime):
         made: dict[str, Quantized] | None = None,
         threads: int | None = None,
     ) -> None:
-        problem = unsupported_reason(stack)
-        if problem is not None:
-            raise ConfigError(
-                f"the runtime native cannot run this: {problem}",
-                setting="runtime",
-                remedy="leave --runtime out",
-            )
+        if (reason := unsupported_reason(stack)) is not None:
+            problem = f"the runtime native cannot run this: {reason}"
+            raise ConfigError(problem, setting="runtime", remedy="leave --runtime out")
         super().__init__(stack, {name: halved(each) for name, each in (made or {}).items()})
         self.precision, self.threads = precision, threads or default_threads()
         self.softcap = self.stack.head.softcap or 0.0
@@ -133,7 +144,7 @@ class NativeRuntime(OperatorRuntime):
     # Stages
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
-        return [ChainedStageCache(self, planned, capacity) for planned in plan.stages]
+        return [self.stage_cache(self, planned, capacity) for planned in plan.stages]
 
     def turned(self, reach: int) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]]:
         """Addresses of cosines and of sines, of each kind of rotation, with at least `reach` positions."""
@@ -318,24 +329,18 @@ class NativeRuntime(OperatorRuntime):
 
     def readout_array(self, h: NDArray[Any], stage: int) -> NDArray[Any]:
         which, factors = self._read_by(stage)
-        if factors is None:
-            return self.head(which)(h)
-        import torch
-
-        return self._logits(torch.from_numpy(h), stage).numpy()
+        return self.head(which)(h) if factors is None else super().readout_array(h, stage)
 
     def head(self, which: int) -> Head:
         """A head, packed at first use."""
         if which not in self._heads:
-            self._heads[which] = Head(*self._packed_head(which), self.softcap, self.threads)
+            head = self.stack.head
+            weight = head.matrix(which).detach()
+            vocab, width = weight.shape
+            memory = Memory(packed_size(vocab, width, self._form(width)))
+            matrix = self._pack(self._head_name(which), [weight], memory)
+            if head.bias is not None:
+                matrix.bias = self._bias(head.bias.detach().float().numpy())
+            norm = self._norm(self.stack.norm)
+            self._heads[which] = Head(matrix, norm, memory, self.softcap, self.threads)
         return self._heads[which]
-
-    def _packed_head(self, which: int) -> tuple[Matrix, Norm, Memory]:
-        head = self.stack.head
-        weight = head.matrix(which).detach()
-        vocab, width = weight.shape
-        memory = Memory(packed_size(vocab, width, self._form(width)))
-        matrix = self._pack(self._head_name(which), [weight], memory)
-        if head.bias is not None:
-            matrix.bias = self._bias(head.bias.detach().float().numpy())
-        return matrix, self._norm(self.stack.norm), memory
