@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import topograd
-from topograd.cli.main import VERBS
+from topograd.cli.main import ALIASES, VERBS
 from topograd.errors import ConfigError
 
 
@@ -60,6 +60,14 @@ def test_an_unknown_verb_is_one_line(call: Any) -> None:
     assert call("trian").refusal == "topograd: 'trian' is not a command; did you mean train?\n"
     assert "'xyzzy' is not a command; choose one of chat, generate" in call("xyzzy").refusal
     assert "'--jsn' is not a command" in call("--jsn").refusal
+
+
+@pytest.mark.parametrize("short", ALIASES)
+def test_a_short_name_is_the_command(short: str, call: Any) -> None:
+    answer = call(short, "--help")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == call(*ALIASES[short].split(), "--help").out
+    assert answer.out.startswith(f"usage: topograd {ALIASES[short]}")
 
 
 def test_the_version(call: Any) -> None:

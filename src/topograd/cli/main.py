@@ -53,12 +53,14 @@ GROUPS = {
     },
 }
 VERBS = {verb: words for group in GROUPS.values() for verb, words in group.items()}
+ALIASES = {name: f"specialist {name}" for name in ("attach", "finetune", "compose", "route", "align")}
+"""Short names."""
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command of `topograd` and return the exit code."""
-    return run_program("topograd", VERBS, run_command, argv, GROUPS)
+    return run_program("topograd", VERBS, run_command, argv, ALIASES, GROUPS)
 
 
 def run_command(verb: str, argv: list[str]) -> int:
@@ -75,18 +77,21 @@ def run_program(
     verbs: Mapping[str, str],
     run: Callable[[str, list[str]], int],
     argv: list[str] | None = None,
+    aliases: Mapping[str, str] | None = None,
     groups: Mapping[str, Mapping[str, str]] | None = None,
 ) -> int:
     """Run one command of a program by `run(command, its arguments)` and return the exit code.
 
     Every error that a user can cause becomes one line on stderr. `verbs` says what each command does, in a
-    line; `groups` has the same under headings.
+    line; `groups` has the same under headings. `aliases` says what a short name stands for.
     """
     try:
         _prepare_streams()
         if argv is None:
             sys.path.append(os.getcwd())  # for parts of the user's own, `package.module:attribute`
         given = sys.argv[1:] if argv is None else argv
+        if given and given[0] in (aliases or {}):
+            given = [*(aliases or {})[given[0]].split(), *given[1:]]
         code = _guarded(lambda: _dispatch(program, groups or {"": verbs}, run, given))
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
