@@ -386,7 +386,7 @@ class StageParts:
 
 
 def main(argv: list[str]) -> int:
-    """`python -m topograd.parallel.benchmark_worker JSON`, on every rank."""
+    """`python benchmarks/pipeline_worker.py JSON`, on every rank."""
     settings = PipelineSettings(**json.loads(argv[0]))
     config = ParallelConfig(stages=settings.ranks, timeout=settings.timeout)
     ranks = join(config, {"version": version("topograd"), "settings": argv[0]})

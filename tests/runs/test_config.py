@@ -146,6 +146,8 @@ def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, 
         ({"partition": "2,2", "grad_scale": 1.0, "grad_bits": 5}, ConfigError, "grad_bits"),
         ({"partition": "2,2", "grad_delay": 1}, ConfigError, "grad_delay"),
         ({"partition": "2,2", "grad_bits": 4}, ConfigError, "grad_bits"),
+        ({"partition": "4", "grad_scale": 1.0, "grad_delay": 1}, ConfigError, "grad_delay"),
+        ({"partition": "L", "grad_scale": 1.0, "grad_bits": 4}, ConfigError, "grad_bits"),
         (
             {"partition": "2,2", "grad_scale_schedule": "0:1,0.5:0", "grad_delay": 1},
             ConfigError,
@@ -158,6 +160,15 @@ def test_settings_outside_their_range(
 ) -> None:
     with refused(error, setting=setting):
         preset("tiny", **change)
+
+
+def test_every_stage_learns_before_the_run_ends() -> None:
+    late = {"partition": "1,1,2", "grad_scale": 1.0, "grad_delay": 4}
+    with refused(ConfigError, setting="steps", given=8) as error:
+        preset("tiny", steps=8, **late)
+    assert "above 8" in error.value.allowed and "stage 1" in error.value.allowed
+    assert preset("tiny", steps=9, **late).steps == 9, "the first stage learns in the last step"
+    assert preset("tiny", steps=1, partition="1,1,2").steps == 1
 
 
 HUGE = 99999999999999999999

@@ -197,13 +197,13 @@ class OpenStep:
         self._await_gradients()
         self.gradient.finish(graph)
         if graph.plan.late and self.late is not None:
-            batch = LateBatch(
-                self.late.step, graph.draw[2], graph.scale, self.inputs, self.targets, self.kept
-            )
+            step, number = self.late.step, graph.draw[2]
+            earlier = self.late.left(number)
+            batch = LateBatch(step, number, graph.scale, self.inputs, self.targets, self.kept)
             _take_gradients(batch, self.awaiting)
             self._close(batch)
-            for earlier in self.late.due(graph.draw[2]):
-                self._run_again(earlier)
+            for other in earlier:
+                self._run_again(other)
         else:
             self._embedding_backward()
 

@@ -25,6 +25,7 @@ from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER, Topology
 from topograd.runs.tune_config import BASED, TuneConfig
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
 
 VERSION = 3
 """Of `config.toml`."""
@@ -216,6 +217,7 @@ class TrainConfig:
             )
         self._check_tune()
         topology = self.build_topology()
+        self._check_late(topology)
         if self.topology.interface is not None:
             self._check_interface(self.topology.interface)
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
@@ -234,6 +236,17 @@ class TrainConfig:
                     given=own.stage,
                     allowed=f"at most {len(topology.stages)}, the stages of the topology",
                 )
+
+    def _check_late(self, topology: Topology) -> None:
+        """Every stage learns from some batch before the run ends."""
+        lateness = Plan.of(topology, topology.layers).lateness
+        if (latest := max(lateness)) >= self.steps:
+            raise ConfigError(
+                setting="steps",
+                given=self.steps,
+                allowed=f"above {latest}, since stage {lateness.index(latest) + 1} learns first {latest} steps late",
+                remedy="give more steps, or a shorter delay",
+            )
 
     def _check_interface(self, interface: str) -> None:
         if self.model.kind in ("mlp", "vgg", "resnet", "resnet20", "forward-forward"):
