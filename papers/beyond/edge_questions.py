@@ -11,8 +11,8 @@ before its first row was there:
     edges-length    backprop, cut and late over three times the steps: does the gap of late edges vanish?
     edges-rates     six late stages: do rates that fall with the lateness help, or weights that are foretold?
     edges-size      backprop, cut, four bits and late at twice the width
-    edges-early     early losses make three late stages dear. Is it that what they tell the head comes late, or
-                    what each tells its own stage?
+    edges-early     early losses make three late stages dear. Is it that what they tell the head comes late,
+                    or what each tells its own stage?
 
 They keep their measurements among those of `edges`, so that what several have in common is trained once.
 

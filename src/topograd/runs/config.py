@@ -241,12 +241,10 @@ class TrainConfig:
         """Every stage learns from some batch before the run ends."""
         lateness = Plan.of(topology, topology.layers).lateness
         if (latest := max(lateness)) >= self.steps:
-            raise ConfigError(
-                setting="steps",
-                given=self.steps,
-                allowed=f"above {latest}, since stage {lateness.index(latest) + 1} learns first {latest} steps late",
-                remedy="give more steps, or a shorter delay",
-            )
+            stage = lateness.index(latest) + 1
+            allowed = f"above {latest}, since stage {stage} learns from a batch {latest} steps later"
+            remedy = "give more steps, or a shorter delay"
+            raise ConfigError(setting="steps", given=self.steps, allowed=allowed, remedy=remedy)
 
     def _check_interface(self, interface: str) -> None:
         if self.model.kind in ("mlp", "vgg", "resnet", "resnet20", "forward-forward"):
