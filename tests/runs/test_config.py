@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig
 from topograd.runs.session import build_stack
 from topograd.runs.topology_config import TopologyConfig
+from topograd.topology.dag import EMBEDDING, Edge, Stage
 
 ODD = TrainConfig(
     topology=TopologyConfig(
@@ -160,6 +162,19 @@ def test_settings_outside_their_range(
 ) -> None:
     with refused(error, setting=setting):
         preset("tiny", **change)
+
+
+@pytest.mark.parametrize(("name", "given"), [("delay", 2), ("grad_bits", 4)])
+def test_an_edge_without_gradient_is_neither_late_nor_thin(name: str, given: int) -> None:
+    def table(grad_scale: float, schedule: str | None = None) -> TopologyConfig:
+        edge = replace(Edge(0, grad_scale=grad_scale), **{name: given})
+        stages = Stage(0, 2, (Edge(EMBEDDING, grad_scale=1.0),)), Stage(2, 4, (edge,))
+        return TopologyConfig(graph="stages", stages=stages, grad_scale_schedule=schedule)
+
+    with refused(ConfigError, setting=name, given=given):
+        table(0.0)
+    assert table(0.5).stages[1].sources[0].grad_scale == 0.5
+    assert table(0.0, "0:0,0.5:1").grad_scale_schedule is not None, "gradient crosses it later"
 
 
 def test_every_stage_learns_before_the_run_ends() -> None:
