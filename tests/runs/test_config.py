@@ -164,6 +164,11 @@ def test_settings_outside_their_range(
         preset("tiny", **change)
 
 
+def test_surgery_may_merge_thin_stages_into_one() -> None:
+    thin = preset("tiny", partition="4", grad_scale=1.0, grad_bits=4, search=SearchConfig(kind="surgery"))
+    assert len(thin.build_topology().stages) == 1
+
+
 @pytest.mark.parametrize(("name", "given"), [("delay", 2), ("grad_bits", 4)])
 def test_an_edge_without_gradient_is_neither_late_nor_thin(name: str, given: int) -> None:
     def table(grad_scale: float, schedule: str | None = None) -> TopologyConfig:

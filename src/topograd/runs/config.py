@@ -217,7 +217,7 @@ class TrainConfig:
             )
         self._check_tune()
         topology = self.build_topology()
-        self._check_late(topology)
+        self._check_edges(topology)
         if self.topology.interface is not None:
             self._check_interface(self.topology.interface)
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
@@ -237,8 +237,14 @@ class TrainConfig:
                     allowed=f"at most {len(topology.stages)}, the stages of the topology",
                 )
 
-    def _check_late(self, topology: Topology) -> None:
-        """Every stage learns from some batch before the run ends."""
+    def _check_edges(self, topology: Topology) -> None:
+        """There are edges for what is said of all, and every stage learns from some batch before the end."""
+        for name in ("grad_delay", "grad_bits"):
+            given, alone = getattr(self.topology, name), len(topology.stages) == 1
+            if given not in (0, 32) and alone and self.search.kind == "none":  # a search may merge stages
+                remedy = "give a partition of several stages, or leave it out"
+                problem = f"{name} is {given} and there is one stage"
+                raise ConfigError(problem, setting=name, given=given, remedy=remedy)
         lateness = Plan.of(topology, topology.layers).lateness
         if (latest := max(lateness)) >= self.steps:
             stage = lateness.index(latest) + 1

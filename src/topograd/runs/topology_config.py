@@ -364,12 +364,6 @@ class TopologyConfig:
                 stages[k] = replace(stages[k], sources=(replace(stages[k].sources[0], grad_scale=lam),))
             topology = replace(topology, stages=tuple(stages))
         if (self.grad_delay, self.grad_bits) != (0, 32):
-            if len(topology.stages) == 1:
-                name = "grad_delay" if self.grad_delay else "grad_bits"
-                given, remedy = getattr(self, name), "give a partition of several stages, or leave it out"
-                raise ConfigError(
-                    f"{name} is {given} and there is one stage", setting=name, given=given, remedy=remedy
-                )
             topology = topology.with_gradient(delay=self.grad_delay, bits=self.grad_bits)
         if self.relay != "identity":
             topology = topology.with_relays(_relay("relay", self.relay))
