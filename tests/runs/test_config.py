@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,8 @@ def test_surgery_may_merge_thin_stages_into_one() -> None:
 @pytest.mark.parametrize(("name", "given"), [("delay", 2), ("grad_bits", 4)])
 def test_an_edge_without_gradient_is_neither_late_nor_thin(name: str, given: int) -> None:
     def table(grad_scale: float, schedule: str | None = None) -> TopologyConfig:
-        edge = replace(Edge(0, grad_scale=grad_scale), **{name: given})
+        change: dict[str, Any] = {name: given}
+        edge = Edge(0, grad_scale=grad_scale, **change)
         stages = Stage(0, 2, (Edge(EMBEDDING, grad_scale=1.0),)), Stage(2, 4, (edge,))
         return TopologyConfig(graph="stages", stages=stages, grad_scale_schedule=schedule)
 

@@ -167,7 +167,8 @@ class StageLoop(StepRunner):
             squared.append(parted or sharded)
             here = [k for k in group if self.layout.owners[k] == self.ranks.place]
             if here and (first or sharded):
-                own = [p for p in stage_parameters(self.stack, plan, here) if id(p) not in shared]
+                own = stage_parameters(self.stack, plan, here)
+                own = [p for p in own if id(p) not in shared] if parted else own
                 norm = squared_norm(own, first) if sharded else norm_of(own)
                 known[len(plan.stages) + i] = norm.square() if parted else norm
         if first:
