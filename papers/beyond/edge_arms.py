@@ -150,7 +150,7 @@ def learn_own_at_once(training: Training, late: Late) -> None:
             parameter.grad = mine if held is None else held if mine is None else mine + held
         return losses
 
-    training.loop.gradients = gradients  # type: ignore[method-assign]
+    training.loop.gradients = gradients  # type: ignore[method-assign,assignment]
 
 
 def _queues(training: Training, late: Late) -> dict[nn.Parameter, deque[Tensor | None]]:
