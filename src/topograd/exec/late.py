@@ -192,12 +192,12 @@ def _fill(batch: LateBatch, place: str, own: Mapping[str, Tensor], stages: Colle
             batch.x0_gradient = tensor if batch.x0_gradient is None else batch.x0_gradient + tensor
 
 
-class _Kept(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     """A copy of a parameter, whose gradient is the parameter's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, kept: Tensor) -> Tensor:
-        return kept.view_as(kept)
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
+        return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -233,9 +233,9 @@ def with_weights(places: Places, weights: Mapping[str, Tensor]) -> Iterator[None
     """Within it the modules compute with these values; gradients go to the same parameters as ever."""
     own = [(*places.known[name][:2], weight) for name, weight in weights.items() if name in places.known]
     with torch.enable_grad():
-        kept = [(tables, _Kept.apply(p, weight)) for p, tables, weight in own]
+        copies = [(tables, _Copy.apply(p, weight)) for p, tables, weight in own]
     try:
-        for tables, copy in kept:
+        for tables, copy in copies:
             for table, key in tables:
                 table[key] = copy
         yield
