@@ -40,7 +40,7 @@ GOALS = {"single": 1.7, "backprop": 1.15, "backprop_at_10_mbit": 3.0}
 BACKPROP = ("gpipe", "1f1b", "torch-gpipe", "torch-1f1b")
 """Backprop over a pipeline: two schedules of our own, and torch's."""
 STAGED = ("staged", "staged-bf16", "staged-int8", "free", "free-int8")
-CROSSING = ("whole", "thin", "thin-int8", "late", "thin-late", "thin-late-int8")
+CROSSING = ("whole", "thin", "late", "thin-late", "thin-late-int8")
 """Stages between which gradient passes, at once or late, as it is or in few bits."""
 MAIN = {"staged": "staged", "thin": "thin", "late": "late", "thin_late": "thin-late"}
 """What stands beside `backprop`, with the names of the ways."""

@@ -223,7 +223,6 @@ def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
         "free-int8": lambda: Staged(settings, ranks, "int8", free=True),
         "whole": lambda: Staged(settings, ranks, gradient=Gradient()),
         "thin": lambda: Staged(settings, ranks, gradient=Gradient(bits=BITS)),
-        "thin-int8": lambda: Staged(settings, ranks, "int8", gradient=Gradient(bits=BITS)),
         "late": lambda: Staged(settings, ranks, gradient=Gradient(delay=1)),
         "thin-late": lambda: Staged(settings, ranks, gradient=Gradient(1, BITS)),
         "thin-late-int8": lambda: Staged(settings, ranks, "int8", gradient=Gradient(1, BITS)),
@@ -386,7 +385,7 @@ class StageParts:
 
 
 def main(argv: list[str]) -> int:
-    """`python -m topograd.parallel.benchmark_worker JSON`, on every rank."""
+    """`python benchmarks/pipeline_worker.py JSON`, on every rank."""
     settings = PipelineSettings(**json.loads(argv[0]))
     config = ParallelConfig(stages=settings.ranks, timeout=settings.timeout)
     ranks = join(config, {"version": version("topograd"), "settings": argv[0]})

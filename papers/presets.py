@@ -140,6 +140,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "edges-length": _edges(27, length=3, seeds=2),
     "edges-rates": _edges(20),
     "edges-size": _edges(30, width=96, seeds=2),
+    "edges-early": _edges(10),
     "safe-adapters": {
         "tiny": Size(0.3, 3, seeds=1),
         "small": Size(60, 16, seeds=3),

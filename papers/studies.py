@@ -310,6 +310,14 @@ STUDIES: Mapping[str, Study] = {
         "size",
         rows="edges",
     ),
+    "edges-early": Study(
+        "Early losses that are not late",
+        "Three late stages with early losses are better where the head, or each stage, learns from those at "
+        "once (the question is ours).",
+        "beyond.edge_questions",
+        "early",
+        rows="edges",
+    ),
     "safe-adapters": Study(
         "Fine-tuning without forgetting, against null-space peers",
         "LoRA held in safe directions learns a new text and forgets less of the model's own than LoRA, dead "

@@ -7,17 +7,21 @@ learning rates. Beside cut, whole, late and thin edges, which are points of the 
     slower     stage k learns with η / √(1 + τ_k), and so does the embedding with its τ
     ahead      stage k runs batch t on w_t + τ_k (w_t - w_{t-1}), about where its weights will be when the
                gradient comes; the gradient is the true one of those weights
+    head       only what lies below the head is late: what early losses tell the shared head is not
+    own        stage k learns at once from its own loss, and τ_k steps late from the others: of batch t from
+               the gradient of the first, of batch t - τ_k from that of the second
 
 Uniform is what a pipeline has that is one step late everywhere (PipeDream-2BW): no edge can say it, since the
 lateness of edges begins at a loss. Early losses weigh `EXITS` of the last one's, or nothing. With nothing,
 late edges are run as what they are by definition (`exec/late.py`): the gradient of one graph, each stage's
 part taken τ steps later. The executor gives the same numbers (a test compares them) and takes a third longer.
 
-Cost: `uniform` and late edges without early losses keep τ gradients, `ahead` one more copy of the weights.
+Cost: `uniform`, `head`, `own` and late edges without early losses keep τ gradients, `ahead` one more copy of
+the weights; `own` runs every batch twice.
 Sources. D. Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (uniform); B. Yang et al.,
 "PipeMare" (rates that fall with the lateness; the root is ours); C.-C. Chen et al., "Efficient and Robust
 Parallel DNN Training through Model Parallelism on Multi-GPU Platform" (SpecTrain: weights foretold). Limits.
-`ahead` needs batches in one part, and does not move the head, which is never late.
+`ahead` and `own` need batches in one part, and do not move the head, which is never late.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ EXITS = 0.1
 """The weight of early losses."""
 BACKPROP, CUT, WHOLE, LATE, BOTH = "backprop", "cut", "whole", "late", "thin 4, late"
 UNIFORM, SLOWER, AHEAD = "uniform", "late, slower", "late, ahead"
+HEAD, OWN = "late, head at once", "late, own at once"
 THIN = {bits: f"thin {bits}" for bits in (8, 4, 3)}
 
 
@@ -67,20 +72,21 @@ def ways(partition: str = THREE, exits: float = EXITS) -> dict[str, Way]:
     whole = early(chain.with_grad_scale(1.0), weight=exits)
     late, backprop = whole.with_gradient(delay=1), Topology.chain(str(LAYERS))
     plan = Plan.of(late, LAYERS)
+    late_of = partial(lateness, plan=plan)
     return {
         BACKPROP: Way(backprop),
         CUT: Way(chain),
         WHOLE: Way(whole, BACKPROP),
         **{name: Way(whole.with_gradient(bits=bits), BACKPROP) for bits, name in THIN.items()},
-        LATE: Way(late)
-        if exits
-        else Way(backprop, change=partial(hold_back, late=partial(lateness, plan=plan))),
+        LATE: Way(late) if exits else Way(backprop, change=partial(hold_back, late=late_of)),
         BOTH: Way(whole.with_gradient(delay=1, bits=4), LATE),
         UNIFORM: Way(
             backprop, change=partial(hold_back, late=lambda stack: dict.fromkeys(stack.parameters(), 1))
         ),
         SLOWER: Way(late, settings=slower(plan)),
         AHEAD: Way(late, change=look_ahead),
+        HEAD: Way(whole, LATE, change=partial(hold_back, late=late_of)),
+        OWN: Way(whole, LATE, change=partial(learn_own_at_once, late=late_of)),
     }
 
 
@@ -110,11 +116,13 @@ def lateness(stack: Stack, plan: Plan) -> dict[nn.Parameter, int]:
     return {p: late.get(p, 0) for p in stack.parameters()}
 
 
-def hold_back(training: Training, late: Callable[[Stack], Mapping[nn.Parameter, int]]) -> None:
+Late = Callable[[Stack], Mapping[nn.Parameter, int]]
+"""τ of every parameter."""
+
+
+def hold_back(training: Training, late: Late) -> None:
     """Every step of the optimizers takes a parameter's gradient of τ steps before; the first τ take none."""
-    queues: dict[nn.Parameter, deque[Tensor | None]] = {
-        p: deque([None] * steps) for p, steps in late(training.stack).items()
-    }
+    queues = _queues(training, late)
 
     def exchange(*_: Any) -> None:
         for parameter, queue in queues.items():
@@ -123,6 +131,31 @@ def hold_back(training: Training, late: Callable[[Stack], Mapping[nn.Parameter, 
 
     first = next(iter(training.optimizers.values()))
     first.register_step_pre_hook(exchange)
+
+
+def learn_own_at_once(training: Training, late: Late) -> None:
+    """Every step takes the gradient of a stage's own loss, and what else came to it τ steps before."""
+    queues, run = _queues(training, late), training.loop.gradients
+    cut = Plan.of(training.plan.topology.with_grad_scale(0.0), LAYERS)
+
+    def gradients(plan: Plan, *given: Any) -> Tensor:
+        run(cut, *given)
+        own = {p: p.grad for p in queues}
+        training.stack.zero_grad(set_to_none=True)
+        losses = run(plan, *given)
+        for parameter, queue in queues.items():
+            mine, all_of_it = own[parameter], parameter.grad
+            queue.append(all_of_it if mine is None or all_of_it is None else all_of_it - mine)
+            held = queue.popleft()
+            parameter.grad = mine if held is None else held if mine is None else mine + held
+        return losses
+
+    training.loop.gradients = gradients  # type: ignore[method-assign,assignment]
+
+
+def _queues(training: Training, late: Late) -> dict[nn.Parameter, deque[Tensor | None]]:
+    """The gradients that parameters have not learned from, none at first."""
+    return {p: deque([None] * steps) for p, steps in late(training.stack).items()}
 
 
 def look_ahead(training: Training) -> None:

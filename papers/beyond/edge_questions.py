@@ -11,6 +11,8 @@ before its first row was there:
     edges-length    backprop, cut and late over three times the steps: does the gap of late edges vanish?
     edges-rates     six late stages: do rates that fall with the lateness help, or weights that are foretold?
     edges-size      backprop, cut, four bits and late at twice the width
+    edges-early     early losses make three late stages dear. Is it that what they tell the head comes late,
+                    or what each tells its own stage?
 
 They keep their measurements among those of `edges`, so that what several have in common is trained once.
 
@@ -18,6 +20,7 @@ What was known when the claims were set: `edges` with five seeds (docs/results/2
 late stages one seed with rates that were not tuned (+3.7 to +5.9 %); for AdamW and uniform one seed and half
 of the steps (late +1.4 %, uniform +2.1 %); for 3 bits the same (+0.4 %); for six stages that are cut the BPB
 of the seed that chooses rates. 8 bits were added later, when `edges-alone` had three seeds of its other arms.
+`edges-early` was added when `edges` and `edges-alone` had theirs.
 
 Rates. Where an arm and its length are those of `edges`, its rate is what that study chose (0.01, between
 0.005 and 0.02), and so is that of six stages that are cut. Six late stages, uniform, AdamW and twice the
@@ -37,11 +40,14 @@ from papers.beyond.edge_arms import (
     BACKPROP,
     BOTH,
     CUT,
+    HEAD,
     LATE,
+    OWN,
     SIX,
     SLOWER,
     THIN,
     UNIFORM,
+    WHOLE,
     ways,
 )
 from papers.beyond.edges import GOAL, Question, answer, better, core_claims, near, of
@@ -98,6 +104,12 @@ def size(args: Asked) -> Result:
     return answer(args, Question(arms, core_claims))
 
 
+def early(args: Asked) -> Result:
+    """Early losses that are not late."""
+    arms = {arm: ways()[arm] for arm in (BACKPROP, WHOLE, LATE, HEAD, OWN)}
+    return answer(args, Question(arms, _early_claims, chosen=CHOSEN))
+
+
 def _stage_claims(rows: Sequence[Row]) -> list[Claim]:
     return [
         better(rows, LATE, CUT, "six stages with late gradient are better than six with none"),
@@ -143,6 +155,14 @@ def _alone_claims(rows: Sequence[Row]) -> list[Claim]:
         *(_free(rows, arm) for arm in THIN.values()),
         near(rows, THIN[3], f"three bits come within {GOAL:g} % of backprop"),
         near(rows, LATE, f"a late gradient without early losses comes within {GOAL:g} % of backprop"),
+    ]
+
+
+def _early_claims(rows: Sequence[Row]) -> list[Claim]:
+    return [
+        better(rows, HEAD, LATE, "it helps that the head learns from early losses at once"),
+        better(rows, OWN, LATE, "it helps that each stage learns from its own loss at once"),
+        near(rows, OWN, f"then three late stages with early losses come within {GOAL:g} % of backprop"),
     ]
 
 

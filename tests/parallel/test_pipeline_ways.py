@@ -30,7 +30,7 @@ def test_every_way_is_measured(launch: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert backprop == {2 * message + 2 * embeddings}
     assert all(seconds > 0 for seconds in results["parts"].values())
     assert set(results["simulated"]) == {"staged", "gpipe", "1f1b", "data", *pipeline.CROSSING}
-    assert pipeline_table(results).row_count == 16
+    assert pipeline_table(results).row_count == 15
     assert results["thin"] == results["ways"]["thin"]
     assert results["late"] == results["ways"]["late"]
     assert results["thin_late"] == results["ways"]["thin-late"]

@@ -21,6 +21,7 @@ from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig
 from topograd.runs.session import build_stack
 from topograd.runs.topology_config import TopologyConfig
+from topograd.topology.dag import EMBEDDING, Edge, Stage
 
 ODD = TrainConfig(
     topology=TopologyConfig(
@@ -146,6 +147,8 @@ def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, 
         ({"partition": "2,2", "grad_scale": 1.0, "grad_bits": 5}, ConfigError, "grad_bits"),
         ({"partition": "2,2", "grad_delay": 1}, ConfigError, "grad_delay"),
         ({"partition": "2,2", "grad_bits": 4}, ConfigError, "grad_bits"),
+        ({"partition": "4", "grad_scale": 1.0, "grad_delay": 1}, ConfigError, "grad_delay"),
+        ({"partition": "L", "grad_scale": 1.0, "grad_bits": 4}, ConfigError, "grad_bits"),
         (
             {"partition": "2,2", "grad_scale_schedule": "0:1,0.5:0", "grad_delay": 1},
             ConfigError,
@@ -158,6 +161,34 @@ def test_settings_outside_their_range(
 ) -> None:
     with refused(error, setting=setting):
         preset("tiny", **change)
+
+
+def test_surgery_may_merge_thin_stages_into_one() -> None:
+    thin = preset("tiny", partition="4", grad_scale=1.0, grad_bits=4, search=SearchConfig(kind="surgery"))
+    assert len(thin.build_topology().stages) == 1
+
+
+@pytest.mark.parametrize(("name", "given"), [("delay", 2), ("grad_bits", 4)])
+def test_an_edge_without_gradient_is_neither_late_nor_thin(name: str, given: int) -> None:
+    def table(grad_scale: float, schedule: str | None = None) -> TopologyConfig:
+        change: dict[str, Any] = {name: given}
+        edge = Edge(0, grad_scale=grad_scale, **change)
+        stages = Stage(0, 2, (Edge(EMBEDDING, grad_scale=1.0),)), Stage(2, 4, (edge,))
+        return TopologyConfig(graph="stages", stages=stages, grad_scale_schedule=schedule)
+
+    with refused(ConfigError, setting=name, given=given):
+        table(0.0)
+    assert table(0.5).stages[1].sources[0].grad_scale == 0.5
+    assert table(0.0, "0:0,0.5:1").grad_scale_schedule is not None, "gradient crosses it later"
+
+
+def test_every_stage_learns_before_the_run_ends() -> None:
+    late = {"partition": "1,1,2", "grad_scale": 1.0, "grad_delay": 4}
+    with refused(ConfigError, setting="steps", given=8) as error:
+        preset("tiny", steps=8, **late)
+    assert error.value.allowed.startswith("above 8, since stage 1 ")
+    assert preset("tiny", steps=9, **late).steps == 9, "the first stage learns in the last step"
+    assert preset("tiny", steps=1, partition="1,1,2").steps == 1
 
 
 HUGE = 99999999999999999999

@@ -227,7 +227,7 @@ def test_stages_hold_less_memory_than_backprop() -> None:
     here = text()
     staged = step_bytes(*model(Topology.chain("1,1,1,1")), here.inputs, here.targets)
     hierarchical = Topology.chain("1,1,1,1", grad_scale=1.0)
-    late = step_bytes(*model(hierarchical.with_delay(1)), here.inputs, here.targets)
+    late = step_bytes(*model(hierarchical.with_gradient(delay=1)), here.inputs, here.targets)
     assert late > step_bytes(*model(hierarchical), here.inputs, here.targets), "six more graphs of layers"
     whole = step_bytes(*model(Topology.chain("4")), here.inputs, here.targets)
     assert 0 < staged < 0.6 * whole

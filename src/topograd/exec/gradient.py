@@ -163,10 +163,12 @@ def readers_elsewhere(
     plan: Plan, transport: Transport | None, stage: int
 ) -> list[tuple[int, int, EdgeOutput]]:
     """The edges with gradient from `stage` to stages elsewhere: reader, number of its source, output."""
+    if transport is None:
+        return []
     return [
         (planned.index, number, output)
-        for planned in (plan.stages if transport is not None else ())
-        if transport is not None and planned.index not in transport.stages
+        for planned in plan.stages
+        if planned.index not in transport.stages
         for number, (output, lam) in enumerate(planned.inputs)
         if output.source == stage and lam > 0
     ]

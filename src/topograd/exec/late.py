@@ -110,13 +110,9 @@ class LateQueue:
     def add(self, batch: LateBatch) -> None:
         self._open[batch.step, batch.number] = batch
 
-    def get(self, step: int, number: int) -> LateBatch | None:
-        """A batch of which some is left to learn."""
-        return self._open.get((step, number))
-
-    def due(self, number: int) -> list[LateBatch]:
-        """The batches of earlier steps with this number, oldest first."""
-        return [self._open[key] for key in sorted(self._open) if key[1] == number and key[0] < self.step]
+    def left(self, number: int) -> list[LateBatch]:
+        """The batches with this number of which some is left to learn, oldest first."""
+        return [self._open[key] for key in sorted(self._open) if key[1] == number]
 
     def keep(self, stack: Stack, plan: Plan, batch: LateBatch) -> None:
         """Give a batch the weights that it still needs, or drop it where it needs none."""
@@ -196,12 +192,12 @@ def _fill(batch: LateBatch, place: str, own: Mapping[str, Tensor], stages: Colle
             batch.x0_gradient = tensor if batch.x0_gradient is None else batch.x0_gradient + tensor
 
 
-class _Kept(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     """A copy of a parameter, whose gradient is the parameter's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, kept: Tensor) -> Tensor:
-        return kept.view_as(kept)
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
+        return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -237,9 +233,9 @@ def with_weights(places: Places, weights: Mapping[str, Tensor]) -> Iterator[None
     """Within it the modules compute with these values; gradients go to the same parameters as ever."""
     own = [(*places.known[name][:2], weight) for name, weight in weights.items() if name in places.known]
     with torch.enable_grad():
-        kept = [(tables, _Kept.apply(p, weight)) for p, tables, weight in own]
+        copies = [(tables, _Copy.apply(p, weight)) for p, tables, weight in own]
     try:
-        for tables, copy in kept:
+        for tables, copy in copies:
             for table, key in tables:
                 table[key] = copy
         yield
@@ -252,12 +248,12 @@ def with_weights(places: Places, weights: Mapping[str, Tensor]) -> Iterator[None
 def collect_gradients(queue: LateQueue, plan: Plan, transport: Transport, numbers: Collection[int]) -> None:
     """At the end of a step, receive what stages elsewhere sent back in it for stages that learn later."""
     for number in numbers:
-        for batch in [*queue.due(number), queue.get(queue.step, number)]:
-            age = 0 if batch is None else queue.step - batch.step
-            for k in () if batch is None else batch.received:
+        for batch in queue.left(number):
+            age = queue.step - batch.step
+            for k in batch.received:
                 for reader, source, output in readers_elsewhere(plan, transport, k):
                     later = plan.lateness[reader] == age < plan.lateness[k]
-                    if batch is not None and later and sends_back(plan, reader, k):
+                    if later and sends_back(plan, reader, k):
                         batch.add_gradient(output, transport.receive_back(reader, source))
 
 

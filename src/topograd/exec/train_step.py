@@ -126,7 +126,7 @@ def start_step(
     check_late(stack, plan, per_stage, extras=extras | {"no queue (late=LateQueue())": late is None})
     graph = StepGraph(stack, plan, scale, transport, bool(states), recompute, draw)
     gradient.begin(graph)
-    step = OpenStep(graph, gradient, per_stage, inputs, targets, teacher, late)
+    step = OpenStep(graph, gradient, per_stage, inputs, targets, teacher, late or LateQueue())
     step.known = {layer: h.to(step.x0.device, step.x0.dtype) for layer, h in (states or {}).items()}
     step.forward()
     return step
@@ -141,8 +141,8 @@ class OpenStep:
     objectives: Sequence[Objective]
     inputs: Tensor
     targets: Tensor
-    teacher: Logits | None = None
-    late: LateQueue | None = None
+    teacher: Logits | None
+    late: LateQueue
     age: int = 0
     """Steps since the batch ran forward."""
     known: Mapping[int, Tensor] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class OpenStep:
     def _on_copies(self, stages: Sequence[int] | None) -> AbstractContextManager[object]:
         """What runs within it, in these stages or outside of all, has a graph that outlives the step."""
         graph = self.graph
-        if stages is None or self.late is None or self.age or graph.recompute:
+        if stages is None or self.age or graph.recompute:
             return nullcontext()
         return with_weights(self.late.places(graph.stack), self.late.copies(graph.stack, graph.plan, stages))
 
@@ -196,20 +196,19 @@ class OpenStep:
         graph = self.graph
         self._await_gradients()
         self.gradient.finish(graph)
-        if graph.plan.late and self.late is not None:
-            batch = LateBatch(
-                self.late.step, graph.draw[2], graph.scale, self.inputs, self.targets, self.kept
-            )
+        if graph.plan.late:
+            step, number = self.late.step, graph.draw[2]
+            earlier = self.late.left(number)
+            batch = LateBatch(step, number, graph.scale, self.inputs, self.targets, self.kept)
             _take_gradients(batch, self.awaiting)
             self._close(batch)
-            for earlier in self.late.due(graph.draw[2]):
-                self._run_again(earlier)
+            for other in earlier:
+                self._run_again(other)
         else:
             self._embedding_backward()
 
     def _run_again(self, batch: LateBatch) -> None:
         """The backwards of an earlier batch that are due, of its graphs or with the weights that ran it."""
-        assert self.late is not None
         now, age = self.graph, self.late.step - batch.step
         due = [p for p in now.plan.stages if p.index in batch.received and now.plan.lateness[p.index] == age]
         step = self.late.take(batch, now.plan)
@@ -234,7 +233,6 @@ class OpenStep:
         if planned.index in self.held:
             self._backward_late(planned, *self.held.pop(planned.index), gradients, batch)
             return
-        assert self.late is not None
         places = self.late.places(self.graph.stack)
         with with_weights(places, batch.weights):  # also in the backward, which may run layers again
             self._backward_late(planned, *self._ran_again(planned, received), gradients, batch)
@@ -273,7 +271,6 @@ class OpenStep:
 
     def _close(self, batch: LateBatch) -> None:
         """The embedding's backward, if it is its turn; else the gradient of x0 is kept."""
-        assert self.late is not None
         if self.age == self.graph.plan.embedding_lateness:
             self._embedding_backward()
             batch.x0_gradient = None

@@ -73,7 +73,6 @@ class StageLoop(StepRunner):
         own = [p for p in self.layout.owned(self.stack, place) if p.requires_grad]
         self.copies = [p for p in own if not is_shard(p)]
         staged = {id(p) for p in stage_parameters(self.stack, plan, range(len(plan.stages)))}
-        self.own = [p for p in own if id(p) in staged]
         self.loose = [p for p in own if id(p) not in staged]
         users = self.layout.users(self.stack)
         shared = [p for p in self.layout.shared(self.stack, place) if p.requires_grad]
@@ -161,20 +160,18 @@ class StageLoop(StepRunner):
         known = losses.new_zeros(len(plan.stages) + len(groups) + 2)
         for k in self.transport.stages:
             known[k] = losses[k]
-        if self.layout.crossing and self.ranks.replica == 0:  # one group, of which each rank has a part
-            known[len(plan.stages)] = norm_of(self.own).square()
         sharded, first = self.ranks.config.shard, self.ranks.replica == 0
-        parted = [len({self.layout.owners[k] for k in group}) > 1 for group in groups]
         shared = {id(p) for p in self.shared}
-        for i, group in enumerate(groups if not self.layout.crossing else ()):
+        squared = []  # of these groups the ranks have parts
+        for i, group in enumerate(groups):
+            parted = len({self.layout.owners[k] for k in group}) > 1
+            squared.append(parted or sharded)
             here = [k for k in group if self.layout.owners[k] == self.ranks.place]
             if here and (first or sharded):
                 own = stage_parameters(self.stack, plan, here)
-                if parted[i]:
-                    norm = norm_of([p for p in own if id(p) not in shared]).square()
-                else:
-                    norm = squared_norm(own, first) if sharded else norm_of(own)
-                known[len(plan.stages) + i] = norm
+                own = [p for p in own if id(p) not in shared] if parted else own
+                norm = squared_norm(own, first) if sharded else norm_of(own)
+                known[len(plan.stages) + i] = norm.square() if parted else norm
         if first:
             known[-2] = norm_of(self.loose).square()
         known[-1] = float(self.stop_here)
@@ -185,8 +182,7 @@ class StageLoop(StepRunner):
             self.exchanged_bytes += 8 * known.numel() * (self.ranks.config.world - 1)
         self.stop_everywhere = bool(known[-1] > 0)
         norms = known[len(plan.stages) : -2]
-        squares = [self.layout.crossing or sharded or part for part in parted]
-        each = [norm.sqrt() if square else norm for norm, square in zip(norms, squares, strict=True)]
+        each = [norm.sqrt() if square else norm for norm, square in zip(norms, squared, strict=True)]
         return known[: len(plan.stages)], each, known[-2].sqrt()
 
     def _add_up(

@@ -18,6 +18,7 @@ it do not notice. |x - x̂| ≤ s / 2. Bytes for each number: 4 or 8 exact, 2 as
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -200,10 +201,7 @@ def room(shape: tuple[int, ...], dtype: torch.dtype, kind: WireKind, device: tor
         return torch.empty(shape, dtype=dtype, device=device)
     if kind == "bf16":
         return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return torch.empty((rows, 4 + shape[-1]), dtype=torch.uint8, device=device)
+    return torch.empty((math.prod(shape[:-1]), 4 + shape[-1]), dtype=torch.uint8, device=device)
 
 
 def decode(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: WireKind) -> Tensor:

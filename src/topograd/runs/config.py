@@ -25,6 +25,7 @@ from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER, Topology
 from topograd.runs.tune_config import BASED, TuneConfig
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
 
 VERSION = 3
 """Of `config.toml`."""
@@ -222,6 +223,7 @@ class TrainConfig(CommonConfig):
             )
         self._check_tune()
         topology = self.build_topology()
+        self._check_edges(topology)
         if self.topology.interface is not None:
             self._check_interface(self.topology.interface)
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
@@ -240,6 +242,21 @@ class TrainConfig(CommonConfig):
                     given=own.stage,
                     allowed=f"at most {len(topology.stages)}, the stages of the topology",
                 )
+
+    def _check_edges(self, topology: Topology) -> None:
+        """There are edges for what is said of all, and every stage learns from some batch before the end."""
+        for name in ("grad_delay", "grad_bits"):
+            given, alone = getattr(self.topology, name), len(topology.stages) == 1
+            if given not in (0, 32) and alone and self.search.kind == "none":  # a search may merge stages
+                remedy = "give a partition of several stages, or leave it out"
+                problem = f"{name} is {given} and there is one stage"
+                raise ConfigError(problem, setting=name, given=given, remedy=remedy)
+        lateness = Plan.of(topology, topology.layers).lateness
+        if (latest := max(lateness)) >= self.steps:
+            stage = lateness.index(latest) + 1
+            allowed = f"above {latest}, since stage {stage} learns from a batch {latest} steps later"
+            remedy = "give more steps, or a shorter delay"
+            raise ConfigError(setting="steps", given=self.steps, allowed=allowed, remedy=remedy)
 
     def _check_interface(self, interface: str) -> None:
         if self.model.kind in ("mlp", "vgg", "resnet", "resnet20", "forward-forward"):

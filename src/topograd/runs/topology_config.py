@@ -240,6 +240,13 @@ class TopologyConfig:
                     given=getattr(self, name),
                     remedy=f"give {needs} too, or leave it out",
                 )
+        for k, edge in ((k, edge) for k, stage in enumerate(self.stages) for edge in stage.sources):
+            idle = edge.grad_scale == 0 and self.grad_scale_schedule is None
+            if idle and (edge.delay, edge.grad_bits) != (0, 32):
+                name = "delay" if edge.delay else "grad_bits"
+                given, remedy = getattr(edge, name), "give it a grad_scale above 0, or leave it out"
+                problem = f"a source of stage {k} has {name} {given!r}, and no gradient goes back along it"
+                raise ConfigError(problem, setting=name, given=given, remedy=remedy)
         if self.objectives and self.objective != "cross-entropy":
             raise ConfigError(
                 "objective and objectives are both given", setting="objective", remedy="give one"

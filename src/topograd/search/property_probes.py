@@ -146,7 +146,7 @@ def target_alignment(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) 
     pupil = copy.deepcopy(stack)
     losses = []
     for given in (plan.topology, replace(plan.topology, stages=stages)):
-        topology = given.with_delay(0)  # when a gradient comes does not turn it
+        topology = given.with_gradient(delay=0)  # when a gradient comes does not turn it
         pupil.zero_grad(set_to_none=True)
         train_step(pupil, to_probe(topology), inputs, targets)
         grads = ((p, p.grad) for p in pupil.layers.parameters())

@@ -222,13 +222,10 @@ class Topology:
         """With this λ on every edge between stages."""
         return self._with_edges(grad_scale=value)
 
-    def with_gradient(self, *, delay: int = 0, bits: int = 32) -> Topology:
-        """With a gradient that is so many steps late and has so many bits on every edge between stages."""
-        return self._with_edges(delay=delay, grad_bits=bits)
-
-    def with_delay(self, steps: int) -> Topology:
-        """With a gradient that is so many steps late on every edge between stages, in as many bits."""
-        return self._with_edges(delay=steps)
+    def with_gradient(self, *, delay: int | None = None, bits: int | None = None) -> Topology:
+        """With a gradient that is so many steps late, or has so many bits, on every edge between stages."""
+        given = {"delay": delay, "grad_bits": bits}
+        return self._with_edges(**{name: value for name, value in given.items() if value is not None})
 
     def _with_edges(self, **changes: Any) -> Topology:
         stages = []

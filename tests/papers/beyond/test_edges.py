@@ -18,8 +18,10 @@ from papers.beyond.edge_arms import (
     BACKPROP,
     BOTH,
     CUT,
+    HEAD,
     LATE,
     LAYERS,
+    OWN,
     SIX,
     SLOWER,
     THIN,
@@ -28,6 +30,7 @@ from papers.beyond.edge_arms import (
     WHOLE,
     AheadQueue,
     Way,
+    lateness,
     ways,
 )
 from papers.beyond.edges import (
@@ -119,7 +122,7 @@ def test_every_question_has_backprop_and_the_rates_that_its_arms_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: dict[str, Question] = {}
-    for name in ("stages", "uniform", "alone", "adamw", "length", "rates", "size"):
+    for name in ("stages", "uniform", "alone", "adamw", "length", "rates", "size", "early"):
         monkeypatch.setattr(edge_questions, "answer", lambda args, it, name=name: found.update({name: it}))
         getattr(edge_questions, name)(asked("edges", "tiny"))
     for question in found.values():
@@ -164,12 +167,17 @@ def weights(made: Training) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in made.stack.named_parameters()}
 
 
-def gradient_at(made: Training, at: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+def gradient_at(
+    made: Training, at: dict[str, Tensor], batch: tuple[Tensor, Tensor], grad_scale: float | None = None
+) -> dict[str, Tensor]:
     """Of one graph over these weights, the same losses without any delay."""
     stack = copy.deepcopy(made.stack)
     stack.load_state_dict(at)
     stack.zero_grad(set_to_none=True)
-    train_step(stack, Plan.of(made.plan.topology.with_delay(0), LAYERS), *batch)
+    topology = made.plan.topology.with_gradient(delay=0)
+    if grad_scale is not None:
+        topology = topology.with_grad_scale(grad_scale)
+    train_step(stack, Plan.of(topology, LAYERS), *batch)
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in stack.named_parameters()}
 
 
@@ -225,6 +233,34 @@ def test_ahead_takes_gradients_of_weights_that_went_on_as_before() -> None:
         expected = {
             name: w - 0.3 * found[step - late[name]][name] if step >= late[name] else w
             for name, w in old.items()
+        }
+        for name, w in weights(made).items():
+            torch.testing.assert_close(w, expected[name], rtol=1e-9, atol=1e-11, msg=f"{name}, step {step}")
+
+
+@pytest.mark.parametrize("arm", [HEAD, OWN])
+def test_what_is_not_late_of_early_losses(arm: str) -> None:
+    made, given = training(ways()[arm]), batches()
+    late = {
+        n: lateness(made.stack, Plan.of(ways()[LATE].topology, LAYERS))[p]
+        for n, p in made.stack.named_parameters()
+    }
+    assert set(late.values()) == {0, 1, 2}
+    expected = weights(made)
+    own: list[dict[str, Tensor]] = []
+    other: list[dict[str, Tensor]] = []
+    for step in range(STEPS):
+        batch = next(given)
+        whole = gradient_at(made, expected, batch)
+        at_once = gradient_at(made, expected, batch, grad_scale=0.0)
+        if arm == HEAD:  # nothing but what has τ = 0
+            at_once = {name: torch.zeros_like(g) for name, g in whole.items()}
+        own.append(at_once)
+        other.append({name: whole[name] - at_once[name] for name in whole})
+        made.learn(0.0, *batch, step + 1)
+        expected = {
+            name: w - 0.3 * (own[-1][name] + (other[step - late[name]][name] if step >= late[name] else 0))
+            for name, w in expected.items()
         }
         for name, w in weights(made).items():
             torch.testing.assert_close(w, expected[name], rtol=1e-9, atol=1e-11, msg=f"{name}, step {step}")
