@@ -396,15 +396,43 @@ def test_an_unknown_version_is_refused() -> None:
         TrainConfig.from_dict({"version": 4})
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_settings_of_before_0_3_are_refused_with_the_release_that_converts_them(version: int) -> None:
-    with refused(ConfigError, setting="version", given=version) as caught:
-        TrainConfig.from_dict({"version": version, "steps": 7})
-    assert "topograd 0.3" in caught.value.remedy
-    with refused(ConfigError, setting="version", given=1):  # 0.1 wrote none
-        TrainConfig.from_dict({"steps": 7})
+OLD = {
+    "partition": "1,2",
+    "stage_heads": "per-stage",
+    "objective": "residual",
+    "transmissivity": 0.25,
+    "bus": "detached",
+    "reduction": "sum",
+    "steps": 9,
+    "model": {"layers": 3, "width": 8, "heads": 2},
+    "optimizer": {"matrices": 0.01},
+}
+"""As version 0.1 wrote them: no version, no [topology] table."""
+
+
+def test_settings_of_version_1_are_read() -> None:
+    found = TrainConfig.from_dict(OLD)
+    assert found.topology == ODD.topology
+    assert (found.steps, found.optimizer.lr_matrix, found.optimizer.name) == (9, 0.01, "muon+adamw")
+    assert found.model == GPTConfig(layers=3, width=8, heads=2, count_from="last")
+    assert TrainConfig.from_dict({"version": 1, **OLD}) == found
+    assert TrainConfig.from_dict(found.as_dict() | {"data": "x"}).model == found.model
+    with pytest.raises(ConfigError, match="unknown setting bus"):
+        TrainConfig.from_dict({"version": 2, **OLD})
     with refused(ConfigError, setting="model", given=3):
-        TrainConfig.from_dict({"version": VERSION, "model": 3})
+        TrainConfig.from_dict({"model": 3})
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 5])
+def test_version_1_alternates_from_the_last_layer(layers: int) -> None:
+    """The last layer had a value embedding, whatever the number of layers; hybrids ended with attention."""
+    old = TrainConfig.from_dict({"model": {"layers": layers}}).gpt
+    valued = [old.has_value_embedding(i) for i in range(layers)]
+    assert valued == [(layers - 1 - i) % 2 == 0 for i in range(layers)]
+    new = TrainConfig.from_dict({"version": 2, "model": {"layers": layers}}).gpt
+    assert [new.has_value_embedding(i) for i in range(layers)] == [i % 2 == 1 for i in range(layers)]
+    hybrid = TrainConfig.from_dict({"model": {"layers": layers, "architecture": "hybrid"}}).gpt
+    assert hybrid.mixer(layers - 1) == "attention"
 
 
 def test_the_reference_runs_settings_are_read() -> None:

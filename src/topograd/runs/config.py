@@ -19,6 +19,7 @@ from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.spec import ModelSpec, read_spec
 from topograd.reading import build_dataclass
 from topograd.registry import Registry
+from topograd.runs.old_config import upgraded
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
 from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER, TopologyConfig
@@ -28,7 +29,7 @@ from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
 VERSION = 3
-"""Of `config.toml`."""
+"""Of `config.toml`; `old_config.py` reads the earlier ones."""
 _OF_TEXT = ("tokenizer", "eval_bytes")
 """Settings that say nothing of a network on images."""
 _OPTIMIZERS: Registry[Any] = Registry("optimizer")
@@ -369,14 +370,11 @@ class TrainConfig(CommonConfig):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The settings that `as_dict` gave, read back from TOML."""
-        rest = dict(values)
-        if (version := rest.pop("version", 1)) != VERSION:
-            remedy = (
-                "train or run it with topograd 0.3, or write it there for inference, in bfloat16: "
-                "python -m topograd.runs.export RUN TARGET"
-            )
-            raise ConfigError(setting="version", given=version, allowed=f"{VERSION}", remedy=remedy)
+        """The settings that `as_dict` gave, read back from TOML; those of earlier versions too."""
+        version = values.get("version", 1)
+        if type(version) is not int or not 1 <= version <= VERSION:
+            raise ConfigError(setting="version", given=version, allowed=f"in 1..{VERSION}")
+        rest = {name: value for name, value in upgraded(values, version).items() if name != "version"}
         model = rest.pop("model", {})
         if not isinstance(model, Mapping):
             raise ConfigError(setting="model", given=model, allowed="a table")
