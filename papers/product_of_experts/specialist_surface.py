@@ -6,7 +6,7 @@ frozen base. What it predicts is read on windows of other files, as bits per byt
     gain(L, N) = BPB of the base - BPB of base and specialist
 
 The new text is C++, the headers that torch is installed with; a tenth of the files judges. The N tokens are
-the first N / CONTEXT of the learned windows in an order that is drawn once, so that less text is part of more.
+the first N / CONTEXT of the learned windows in an order that is drawn once: less text is part of more.
 The base runs once: its last states of every window are kept (`training/activation_cache.py`), and each
 training reads them. The specialist, its optimizer and its schedule are the product's (`topograd specialist
 finetune`); all rates are those times one factor, the best of `FACTORS` (which grow where the best is at an
@@ -23,8 +23,8 @@ there is one seed:
 Cost: a specialist costs its layers and the readout, 6 multiply-adds a parameter and token, and Muon's steps.
 Minutes are in `presets.py`: small is the reference model with 10^4 and 10^5 tokens; long adds 10^6 with one
 seed, and SmolLM2 with 10^4 and 3 · 10^4.
-Source: "Product of Experts" §6.6 has one depth and one size. Limits: one text; one factor of the rates for all
-depths; passes over the text (`PASSES`) fall as it grows, so that steps grow less than tokens; windows of one
+Source: "Product of Experts" §6.6 has one depth and one size. Limits: one text; one factor for all depths;
+passes over the text (`Size.passes`) fall as it grows, so that steps grow less than tokens; windows of one
 file are not independent.
 """
 
@@ -47,6 +47,7 @@ from papers.beyond.bases import Windows, cut, folders
 from papers.fit import best_between
 from papers.outcome import Asked, Result, ResultTable, Row
 from papers.verdicts import Claim, Drawing, Interval, Series, above, each
+from topograd.errors import DivergenceError
 from topograd.exec.forward import Predictor, evaluating
 from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.runs.session import LoadedTextRun, open_session
@@ -131,7 +132,7 @@ def _setting(name: str, size: Size) -> str:
 
 
 def headers() -> tuple[list[str], list[str]]:
-    """(to learn, held out): the headers of torch and c10 in the order of their names, every tenth held out."""
+    """(to learn, held out): headers of torch and c10 by name, every tenth held out."""
     root = Path(sysconfig.get_path("purelib")) / "torch" / "include"
     files = sorted((*(root / "torch" / "csrc").rglob("*.h"), *(root / "c10").rglob("*.h")))
     texts = [text for file in files if len(text := file.read_text(errors="replace")) >= LEAST_CHARACTERS]
@@ -169,7 +170,10 @@ class Surface:
 
     def _tuning_loss(self, factor: float) -> float:
         key = {"layers": 1, "tokens": self.size.least, "seed": TUNING, "factor": factor}
-        made = self._kept(key, lambda: self.cell(1, self.size.least, TUNING, factor, part=1))
+        try:
+            made = self._kept(key, lambda: self.cell(1, self.size.least, TUNING, factor, part=1))
+        except DivergenceError:
+            return math.inf
         return statistics.fmean(made["bpb"])
 
     @cached_property
