@@ -106,6 +106,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(20, seeds=3),
         "long": Size(60, seeds=1),
     },
+    "specialist-widths": {"tiny": Size(0.1, 2, seeds=1), "small": Size(4, 80, seeds=3)},
     "image-topologies": {
         "tiny": Size(0.2, (8, 3, 3), seeds=2),
         "small": Size(30, (200, 400, 400), seeds=3),

@@ -149,6 +149,12 @@ STUDIES: Mapping[str, Study] = {
         "there is; the paper has one depth and one size (Product of Experts, §6.6).",
         "product_of_experts.specialist_surface",
     ),
+    "specialist-widths": Study(
+        "A specialist moved to a wider base that was trained anew",
+        "A specialist can be carried to a base that was trained anew, and a few steps mend the rest (Product "
+        "of Experts, §10.4); another width is our question.",
+        "product_of_experts.specialist_widths",
+    ),
     "image-topologies": Study(
         "Topologies and local rules across networks on pictures",
         "PoE with diversity is level with backprop on an MLP, hierarchical PoE comes within 1.25 to 2.45 "
