@@ -20,7 +20,7 @@ from topograd.nn.gpt import GPT
 from topograd.nn.transformer.parts import RMSNorm
 from topograd.runs.adapter import Adapter, BaseIdentity, update_adapter
 from topograd.runs.session import Held, LoadedTextRun, open_session
-from topograd.specialists.align import alignment, carry, compared, versions
+from topograd.specialists.align import alignment, carry, compared, text_to_fit, versions
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.records import rows_of
@@ -261,6 +261,27 @@ def test_a_widened_base_gets_the_same_specialist(
         logits.append(Predictor(attached.stack, composed(attached, {"s": 1.0}))(tokens))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)  # tensors are kept in float64
     assert (logits[0] - said[0]).abs().max() > 1
+
+
+def test_a_wider_base_has_no_nothing_done(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
+    old, new = (
+        replace(base, read_stack=Held(copy.deepcopy(base.stack).float()))
+        for narrow in [gpt_base(gpt, 16, 1)]
+        for base in (narrow, widened(narrow, 24))
+    )
+    adapter = learned(old, tmp_path / "s")
+    inputs = text_to_fit(chats, old, new, 16)
+    assert inputs is not None
+    carried = carry(adapter, old, new, tmp_path / "t", inputs)
+    found = compared(chats, adapter, carried, old, new, context=16)
+    assert list(found) == ["old base with it", "new base", "aligned"]
+    assert found["aligned"] == pytest.approx(found["old base with it"], abs=1e-3)
+    assert abs(found["aligned"] - found["new base"]) > 0.01
+
+
+def test_short_text_is_not_fitted_on(gpt: LoadedTextRun, tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("a few words and not many more of them\n" * 10)
+    assert text_to_fit(tmp_path / "few.txt", gpt, gpt_base(gpt, 64, 1), 16) is None
 
 
 @pytest.mark.parametrize(

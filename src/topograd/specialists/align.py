@@ -94,8 +94,8 @@ def alignment(old: LoadedTextRun, new: LoadedTextRun, inputs: Tensor | None = No
 
 def text_to_fit(path: Path, old: LoadedTextRun, new: LoadedTextRun, context: int | None) -> Tensor | None:
     """Rows of a text that both bases can read, for B; None where it is too short for as many unknowns."""
-    inputs, targets = rows_of(path, attach(old, {}), context)
-    enough = int((targets != IGNORED).sum()) >= TOKENS_PER_NUMBER * new.stack.width
+    inputs, _ = rows_of(path, attach(old, {}), context)
+    enough = inputs.numel() >= TOKENS_PER_NUMBER * new.stack.width
     return inputs[: MOST_TOKENS // inputs.shape[1] + 1] if enough else None
 
 
@@ -160,17 +160,21 @@ def compared(
     new: LoadedTextRun,
     context: int | None = None,
 ) -> dict[str, float]:
-    """Mean nats a token of a text: the old base and specialist, the new base, and the specialist on it."""
-    before, after = attach(old, {"s": adapter}), attach(new, {"s": carried})
-    same = attach(new, {"s": replace(adapter, base=BaseIdentity.of(new))})  # its weights as they are
+    """Mean nats a token of a text: the old base and specialist, the new base, and the specialist on it.
+
+    As it was, without being aligned, where it fits.
+    """
+    after = attach(new, {"s": carried})
     rows = rows_of(path, after, context)
     on: Weights = {"s": 1.0}
-    return {
-        "old base with it": _nats(before, on, rows),
+    found = {
+        "old base with it": _nats(attach(old, {"s": adapter}), on, rows),
         "new base": _nats(after, {}, rows),
-        "nothing done": _nats(same, on, rows),
-        "aligned": _nats(after, on, rows),
     }
+    if all(tensor.shape == carried.tensors[name].shape for name, tensor in adapter.tensors.items()):
+        same = attach(new, {"s": replace(adapter, base=BaseIdentity.of(new))})
+        found["nothing done"] = _nats(same, on, rows)
+    return found | {"aligned": _nats(after, on, rows)}
 
 
 def trained_on(
