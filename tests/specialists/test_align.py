@@ -270,16 +270,15 @@ def test_a_wider_base_has_no_nothing_done(gpt: LoadedTextRun, chats: Path, tmp_p
         for base in (narrow, widened(narrow, 24))
     )
     adapter = learned(old, tmp_path / "s")
-    inputs = text_to_fit(chats, old, new, 16)
-    assert inputs is not None
-    carried = carry(adapter, old, new, tmp_path / "t", inputs)
+    carried = carry(adapter, old, new, tmp_path / "t")
     found = compared(chats, adapter, carried, old, new, context=16)
     assert list(found) == ["old base with it", "new base", "aligned"]
     assert found["aligned"] == pytest.approx(found["old base with it"], abs=1e-3)
     assert abs(found["aligned"] - found["new base"]) > 0.01
 
 
-def test_short_text_is_not_fitted_on(gpt: LoadedTextRun, tmp_path: Path) -> None:
+def test_short_text_is_not_fitted_on(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
+    assert text_to_fit(chats, gpt, gpt, 16) is not None
     (tmp_path / "few.txt").write_text("a few words and not many more of them\n" * 10)
     assert text_to_fit(tmp_path / "few.txt", gpt, gpt_base(gpt, 64, 1), 16) is None
 
