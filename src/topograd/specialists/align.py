@@ -69,6 +69,8 @@ Maps = tuple[Tensor, Tensor]
 TOKENS_PER_NUMBER = 8
 """Of text for each number of the new stream, at least."""
 MOST_TOKENS = 16_384
+ROUNDING = 1e-5
+"""Of the largest singular value: smaller ones of matrices in float32 are taken for 0."""
 READS = ("query", "key", "value", "qkv", "up", "gate", "in_proj")
 WRITES = ("output", "down", "out_proj")
 
@@ -85,11 +87,16 @@ def head_matrix(base: LoadedTextRun) -> Tensor:
 def alignment(old: LoadedTextRun, new: LoadedTextRun, inputs: Tensor | None = None) -> Maps:
     """(A, B) by the heads; with rows of tokens B is by what both bases make of them."""
     w1, w2 = head_matrix(old), head_matrix(new)
-    a = torch.linalg.lstsq(w2, w1).solution
+    a = _least_squares(w2, w1)
     if inputs is None:
-        return a, torch.linalg.lstsq(w1, w2).solution
+        return a, _least_squares(w1, w2)
     n1, n2 = (last_states(base, inputs) for base in (old, new))
-    return a, torch.linalg.lstsq(n2, n1).solution.T
+    return a, _least_squares(n2, n1).T
+
+
+def _least_squares(left: Tensor, right: Tensor) -> Tensor:
+    """argmin ‖left X - right‖ of the least norm; what is rounding of float32 on the left does not count."""
+    return torch.linalg.lstsq(left, right, rcond=ROUNDING).solution
 
 
 def text_to_fit(path: Path, old: LoadedTextRun, new: LoadedTextRun, context: int | None) -> Tensor | None:
