@@ -80,7 +80,7 @@ def head_matrix(base: LoadedTextRun) -> Tensor:
     head = base.stack.shared_head
     assert head is not None, "a specialist's base has one"
     stage = base.plan.prediction.full[-1][0]
-    return head.matrix(stage).detach().double() * _last_gain(base.stack)
+    return head.matrix(stage).detach().double() * _gain(getattr(base.stack, "norm", None))
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def last_states(base: LoadedTextRun, inputs: Tensor, batch: int = 8) -> Tensor:
     device = next(base.stack.parameters()).device
     with evaluating(base.stack):
         parts = [
-            stage_outputs(base.stack, base.plan, rows.to(device), [stage])[stage][:, 1:].cpu().double()
+            stage_outputs(base.stack, base.plan, rows.to(device), [stage])[stage][:, 1:].double()
             for rows in inputs.split(batch)
         ]
     states = torch.cat(parts).flatten(0, 1)
@@ -146,7 +146,8 @@ def carry(
     carried = new_part(new, shape)
     for ours, theirs in zip(part.layers, carried.layers, strict=True):
         _carry_layer(ours, theirs, a, b)
-    _carry_head(part.head, carried.head, b, _last_gain(old.stack), _last_gain(new.stack))
+    gains = [_gain(getattr(base.stack, "norm", None)) for base in (old, new)]
+    _carry_head(part.head, carried.head, b, *gains)
     return create_adapter(
         folder,
         kind=KIND,
@@ -226,7 +227,8 @@ def _check(adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun) -> None:
             given=str(new.run.folder),
             remedy="train a new specialist",
         )
-    if any(isinstance(m, nn.LayerNorm | TransposedLinear) for m in old.stack.modules()) or _post_norms(old):
+    behind = any(getattr(layer, "attention_post_norm", None) is not None for layer in old.stack.layers)
+    if behind or any(isinstance(module, nn.LayerNorm | TransposedLinear) for module in old.stack.modules()):
         raise ConfigError(
             f"the norms of {old.run.folder} take the mean off or stand behind what a layer writes, which no "
             "map between two streams keeps",
@@ -258,16 +260,13 @@ def _misfit(old: Stack, new: Stack) -> str | None:
     return None
 
 
-def _post_norms(base: LoadedTextRun) -> bool:
-    return any(getattr(layer, "attention_post_norm", None) is not None for layer in base.stack.layers)
-
-
 def _carry_layer(old: nn.Module, new: nn.Module, a: Tensor, b: Tensor) -> None:
     """Put a layer's matrices, re-expressed, into a new layer; gains of norms go into what reads behind them.
 
     What the new layer has more of (heads, units of the MLP) stays as it began: it adds nothing yet.
     """
-    gains, target = _gains(old), dict(new.named_parameters())
+    gains = {name: _gain(getattr(old, name, None)) for name in ("attention_norm", "mlp_norm")}
+    target = dict(new.named_parameters())
     for name, parameter in old.named_parameters():
         module, _, kind = name.rpartition(".")
         last, weight = module.rpartition(".")[2], parameter.double()
@@ -276,20 +275,10 @@ def _carry_layer(old: nn.Module, new: nn.Module, a: Tensor, b: Tensor) -> None:
             target[name].fill_(0.0 if around_one else 1.0)
             continue
         if kind == "weight" and last in READS:
-            weight = (weight * gains.get("attention_norm" if "attention" in module else "mlp_norm", 1.0)) @ b
+            weight = (weight * gains["attention_norm" if "attention" in module else "mlp_norm"]) @ b
         elif last in WRITES:
             weight = a @ weight
         target[name][tuple(map(slice, weight.shape))] = weight.to(parameter.dtype)
-
-
-def _gains(layer: nn.Module) -> dict[str, Tensor]:
-    gains = {}
-    for name in ("attention_norm", "mlp_norm"):
-        norm = getattr(layer, name, None)
-        if isinstance(norm, nn.Module) and isinstance(getattr(norm, "weight", None), Tensor):
-            gain = norm.weight.detach().double().clone()  # type: ignore[operator]
-            gains[name] = 1 + gain if getattr(norm, "around_one", False) else gain
-    return gains
 
 
 def _carry_head(
@@ -302,10 +291,9 @@ def _carry_head(
         new.get_parameter(name).copy_(carried)
 
 
-def _last_gain(stack: Stack) -> Tensor | float:
-    """The gain of the norm before the head; 1 where it has none."""
-    norm = getattr(stack, "norm", None)
-    if not isinstance(norm, nn.Module) or not isinstance(getattr(norm, "weight", None), Tensor):
+def _gain(norm: nn.Module | None) -> Tensor | float:
+    """The gain of a norm; 1 where it has none."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor):
         return 1.0
-    gain: Tensor = norm.weight.detach().double()  # type: ignore[operator]
-    return 1 + gain if getattr(norm, "around_one", False) else gain
+    return weight.detach().double() + (1.0 if getattr(norm, "around_one", False) else 0.0)
