@@ -343,6 +343,8 @@ def _align(args: Align) -> int:
         )
         for name, value in answer.get("nats", {}).items():
             out().print(f"  {name}: {value:.4f} nats a token")
+        if inputs is None and answer["kind"] == "major":
+            note("where the base was trained anew, --data with enough text reads far better than heads alone")
     return 0
 
 
