@@ -154,7 +154,7 @@ class Surface:
     def rows(self) -> list[Row]:
         """The base, and every cell."""
         factor = best_between(FACTORS, self._tuning_loss)
-        cells = [
+        cells: list[Row] = [
             {"layers": layers, "tokens": tokens, "seed": seed, "factor": factor}
             for seed in range(self.args.seeds)
             for tokens in self.size.passes
