@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,7 @@ from papers.product_of_experts.facts import World
 from papers.product_of_experts.specialist_facts import UNSEEN
 from topograd.convert.export import export_model
 from topograd.convert.importing import import_model
-from topograd.runs.adapter import Adapter
+from topograd.runs.adapter import Adapter, BaseIdentity
 from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.align import carry, versions
 from topograd.specialists.attach import attach, new_specialist, open_specialist
@@ -105,10 +105,11 @@ class Comparison:
             shutil.rmtree(folder, ignore_errors=True)
             if way == "anew":
                 new_specialist(folder, new, layers=2)
+            elif way == "aligned":
+                carry(open_specialist(self.out / "specialist"), self.old, new, folder)
             else:
-                carry(
-                    open_specialist(self.out / "specialist"), self.old, new, folder, aligned=way == "aligned"
-                )
+                as_it_is = open_specialist(self.out / "specialist")
+                return self._read(new, replace(as_it_is, base=BaseIdentity.of(new)))
             if steps:
                 self._train(folder, steps)
             apart = versions(self.old, new) if way == "anew" and not steps else {}

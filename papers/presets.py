@@ -101,6 +101,12 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "token-ratio": {"tiny": Size(0.2, width=8, seeds=2), "small": Size(55, width=24, seeds=3)},
     "distillation": {"tiny": Size(0.2, 4, 8, 1), "small": Size(7, 300, 48, 3), "long": Size(12, 300, 48, 3)},
     "specialists": {"tiny": Size(0.5, 4), "small": Size(35, (160, 80))},
+    "specialist-surface": {
+        "tiny": Size(0.1, seeds=1),
+        "small": Size(20, seeds=3),
+        "long": Size(60, seeds=1),
+    },
+    "specialist-widths": {"tiny": Size(0.1, 2, seeds=1), "small": Size(4, 80, seeds=3)},
     "image-topologies": {
         "tiny": Size(0.2, (8, 3, 3), seeds=2),
         "small": Size(30, (200, 400, 400), seeds=3),

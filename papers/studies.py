@@ -143,6 +143,18 @@ STUDIES: Mapping[str, Study] = {
         "of a wrong claim hardly matter (Product of Experts, §6.3 to §6.6, §8.2.1).",
         "product_of_experts.specialist_facts",
     ),
+    "specialist-surface": Study(
+        "How deep a specialist should be for how much text",
+        "A head alone learns, every depth learns more from more text, and depth is worth more the more text "
+        "there is; the paper has one depth and one size (Product of Experts, §6.6).",
+        "product_of_experts.specialist_surface",
+    ),
+    "specialist-widths": Study(
+        "A specialist moved to a wider base that was trained anew",
+        "A specialist can be carried to a base that was trained anew, and a few steps mend the rest (Product "
+        "of Experts, §10.4); another width is our question.",
+        "product_of_experts.specialist_widths",
+    ),
     "image-topologies": Study(
         "Topologies and local rules across networks on pictures",
         "PoE with diversity is level with backprop on an MLP, hierarchical PoE comes within 1.25 to 2.45 "

@@ -141,6 +141,9 @@ def test_what_is_no_lora_is_refused(source: Source, tmp_path: Path) -> None:
         with refused(CheckpointError, setting="adapter"):
             read_peft(adapter)
     (adapter / CONFIG).write_text(json.dumps(settings))
+    (adapter / TENSORS).rename(adapter / "adapter_model.bin")
+    with refused(CheckpointError, setting="adapter"):
+        read_peft(adapter)
     save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(2, 2)}, adapter / TENSORS)
     with refused(CheckpointError, setting="adapter"):
         read_peft(adapter)
@@ -150,6 +153,15 @@ def test_what_is_no_lora_is_refused(source: Source, tmp_path: Path) -> None:
     (adapter / CONFIG).write_text(json.dumps(settings | {"base_model_name_or_path": None}))
     with refused(CheckpointError, setting="base"):
         resolve_model(adapter)
+
+
+@pytest.mark.parametrize("begun", ["pissa", "olora"])
+def test_a_correction_that_changed_its_base_is_refused(source: Source, tmp_path: Path, begun: str) -> None:
+    """peft takes the beginning out of the base's matrix when it opens such an adapter."""
+    folder, _ = source("llama")
+    adapter = made_by_peft(folder, tmp_path / "adapter", {"r": 2, "init_lora_weights": begun})
+    with refused(CheckpointError, setting="adapter"):
+        read_peft(adapter)
 
 
 def test_what_has_no_lora_is_not_exported(imported: Any, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "gap": "test_gap.py runs it",
     "interface-hypotheses": "test_interface_hypotheses.py runs it",
     "specialists": "test_specialist_facts.py runs it",
+    "specialist-surface": "test_specialist_surface.py runs it on a smaller model",
     "optimizers": "test_optimizer_comparison.py runs it",
     "optimizer-parts": "test_optimizer_parts.py runs it",
     "pruning": "test_pruning.py runs it on a smaller model",

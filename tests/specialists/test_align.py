@@ -20,7 +20,7 @@ from topograd.nn.gpt import GPT
 from topograd.nn.transformer.parts import RMSNorm
 from topograd.runs.adapter import Adapter, BaseIdentity, update_adapter
 from topograd.runs.session import Held, LoadedTextRun, open_session
-from topograd.specialists.align import alignment, carry, compared, versions
+from topograd.specialists.align import alignment, carry, compared, text_to_fit, versions
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.records import rows_of
@@ -46,11 +46,22 @@ def rotated(base: LoadedTextRun) -> tuple[LoadedTextRun, LoadedTextRun]:
         plain = copy.deepcopy(stack)
         for name, parameter in stack.named_parameters():
             last = name.split(".")[-2]
-            if last in ("embedding", "query", "key", "value", "up", "gate"):
+            if last in ("embedding", "query", "key", "value", "up", "gate") and parameter.dim() == 2:
                 parameter.copy_(parameter @ q)
             elif last in ("output", "down"):
                 parameter.copy_(q.T @ parameter)
     return replace(base, read_stack=Held(plain)), replace(base, read_stack=Held(stack), weights="rotated")
+
+
+def biased(base: LoadedTextRun) -> LoadedTextRun:
+    """A base of the same shape whose maps have biases."""
+    torch.manual_seed(4)
+    config = base.stack.config.changed(qkv_bias=True, output_bias=True, mlp_bias=True)  # type: ignore[union-attr, operator]
+    stack = config.build(base.plan.topology)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape))
+    return replace(base, read_stack=Held(stack.eval()), weights="biased")
 
 
 def trained_on(base: LoadedTextRun) -> LoadedTextRun:
@@ -63,12 +74,13 @@ def trained_on(base: LoadedTextRun) -> LoadedTextRun:
     return replace(base, read_stack=Held(stack), weights="trained on")
 
 
+@pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("rank", [3, None], ids=["rank", "whole"])
 @torch.no_grad()
 def test_a_turned_base_gets_the_same_specialist(
-    imported: LoadedTextRun, tmp_path: Path, rank: int | None
+    imported: LoadedTextRun, tmp_path: Path, rank: int | None, biases: bool
 ) -> None:
-    old, new = rotated(imported)
+    old, new = rotated(biased(imported) if biases else imported)
     tokens = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(Predictor(new.stack, new.plan)(tokens), Predictor(old.stack, old.plan)(tokens))
     adapter = learned(old, tmp_path / "s", rank)
@@ -185,4 +197,108 @@ def test_what_cannot_be_carried_is_refused(
         carry(adapter, gpt, imported, tmp_path / "t")
     with refused(ConfigError, setting="new"):
         carry(adapter, gpt, make_session(2), tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
+def gpt_base(like: LoadedTextRun, width: int, seed: int, **changes: Any) -> LoadedTextRun:
+    """A base of another width in float64 whose heads have 8 numbers."""
+    torch.manual_seed(seed)
+    assert isinstance(like.stack, GPT)
+    config = replace(like.stack.config, width=width, **({"heads": width // 8} | changes))
+    stack = GPT(config).double().eval()
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return replace(like, read_stack=Held(stack), weights=f"{width}-{seed}")
+
+
+@torch.no_grad()
+def widened(base: LoadedTextRun, width: int) -> LoadedTextRun:
+    """The same function with a stream of more numbers: the old one turned into a subspace of it.
+
+    The first heads and units are the old ones; the others are random and write nothing. The embedding is
+    normed, so a wider stream is longer by √(d₂ / d₁): what writes follows, and what reads makes up for it.
+    """
+    old = base.stack
+    assert isinstance(old, GPT)
+    new = gpt_base(base, width, 7)
+    d = old.width
+    random = torch.randn(width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    q = torch.linalg.qr(random).Q[:d]
+    smaller = (d / width) ** 0.5
+    target = dict(new.stack.named_parameters())
+    for name, parameter in old.named_parameters():
+        last = name.split(".")[-2] if "." in name else name
+        value = parameter
+        if last in ("query", "key", "value", "up", "head"):
+            value = parameter @ q * smaller
+        elif last in ("output", "down"):
+            value = q.T @ parameter / smaller
+            target[name].zero_()
+        elif last in ("embedding", "previous"):
+            value = parameter @ q
+        target[name][tuple(map(slice, value.shape))] = value
+    return new
+
+
+@pytest.mark.parametrize("by_text", [False, True], ids=["heads", "text"])
+@pytest.mark.parametrize("blend", [False, True], ids=["plain", "blends x0"])
+@pytest.mark.parametrize("rank", [3, None], ids=["rank", "whole"])
+@torch.no_grad()
+def test_a_widened_base_gets_the_same_specialist(
+    gpt: LoadedTextRun, tmp_path: Path, rank: int | None, blend: bool, by_text: bool
+) -> None:
+    old = gpt_base(gpt, 16, 1, x0_blend=blend)
+    new = widened(old, 40)
+    tokens = torch.randint(200, (4, 16), generator=torch.Generator().manual_seed(0))
+    said = [Predictor(base.stack, base.plan)(tokens) for base in (old, new)]
+    torch.testing.assert_close(said[0], said[1])
+    adapter = learned(old, tmp_path / "s", rank)
+    carried = carry(adapter, old, new, tmp_path / "t", tokens if by_text else None)
+    logits = []
+    for base, each in ((old, adapter), (new, carried)):
+        attached = attach(base, {"s": each})
+        logits.append(Predictor(attached.stack, composed(attached, {"s": 1.0}))(tokens))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)  # tensors are kept in float64
+    assert (logits[0] - said[0]).abs().max() > 1
+
+
+def test_a_wider_base_has_no_nothing_done(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
+    old, new = (
+        replace(base, read_stack=Held(copy.deepcopy(base.stack).float()))
+        for narrow in [gpt_base(gpt, 16, 1)]
+        for base in (narrow, widened(narrow, 24))
+    )
+    adapter = learned(old, tmp_path / "s")
+    carried = carry(adapter, old, new, tmp_path / "t")
+    found = compared(chats, adapter, carried, old, new, context=16)
+    assert list(found) == ["old base with it", "new base", "aligned"]
+    assert found["aligned"] == pytest.approx(found["old base with it"], abs=1e-3)
+    assert abs(found["aligned"] - found["new base"]) > 0.01
+
+
+def test_short_text_is_not_fitted_on(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
+    assert text_to_fit(chats, gpt, gpt, 16) is not None
+    (tmp_path / "few.txt").write_text("a few words and not many more of them\n" * 10)
+    assert text_to_fit(tmp_path / "few.txt", gpt, gpt_base(gpt, 64, 1), 16) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": 2},
+        {"kv_heads": 1},
+        {"mlp_ratio": 0.5},
+        {"width": 8},
+        {"architecture": "mamba2"},
+        {"layers": 2},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_base_without_room_is_refused(gpt: LoadedTextRun, tmp_path: Path, changes: dict[str, Any]) -> None:
+    old = gpt_base(gpt, 16, 1)
+    new = gpt_base(gpt, **({"width": 32, "seed": 2} | changes))
+    adapter = learned(old, tmp_path / "s")
+    with refused(ConfigError, setting="new"):
+        carry(adapter, old, new, tmp_path / "t")
     assert not (tmp_path / "t").exists()

@@ -275,16 +275,16 @@ def regret_table(answer: Mapping[str, Any]) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Align:
-    """Make a specialist of one base one of another version of it, by aligning their heads."""
+    """Make a specialist of one base one of another version of it, or of a wider base, by aligning the two."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SPEC")]
     """The specialist's folder."""
     to: Annotated[Path, tyro.conf.arg(metavar="BASE")]
-    """The run that it shall belong to: the same tokenizer, layers of the same shape."""
+    """The run that it shall belong to: the same tokenizer and as many layers, as wide or wider."""
     out: Path
     """The new specialist's folder."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """What it was trained on: measured before and after, and trained on for --steps."""
+    """What it was trained on: aligned by, measured before and after, and trained on for --steps."""
     steps: int = 0
     """Steps of training behind the alignment, on --data, and as many of a specialist that begins anew."""
     context: int | None = None
@@ -302,13 +302,15 @@ def _align(args: Align) -> int:
     if args.steps and args.data is None:
         raise ConfigError("--steps is given and --data is not", remedy="give the text to train on")
     from topograd.runs.session import open_session
-    from topograd.specialists.align import carry, versions
+    from topograd.specialists.align import carry, text_to_fit, versions
     from topograd.specialists.attach import open_specialist
 
     adapter = open_specialist(args.folder)
     old, new = adapter.open_base(args.base), open_session(args.to)
-    carried = carry(adapter, old, new, args.out)
+    inputs = None if args.data is None else text_to_fit(args.data, old, new, args.context)
+    carried = carry(adapter, old, new, args.out, inputs)
     answer: dict[str, Any] = {"specialist": str(args.out), "base": str(args.to), **versions(old, new)}
+    answer["fitted_on_tokens"] = 0 if inputs is None else inputs.numel()
     if args.data is not None:
         from topograd.specialists.align import compared
 
@@ -324,6 +326,8 @@ def _align(args: Align) -> int:
     ]
     words += [f"  {name}: {value:.4f} nats a token" for name, value in answer.get("nats", {}).items()]
     show(args.json, answer, lambda _: "\n".join(words))
+    if not args.json and inputs is None and answer["kind"] == "major":
+        note("where the base was trained anew, --data with enough text reads far better than heads alone")
     return 0
 
 

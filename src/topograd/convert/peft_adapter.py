@@ -40,7 +40,7 @@ from topograd.nn.stack import Stack
 from topograd.runs.delta_store import DeltaStore
 from topograd.runs.session import LoadedTextRun
 
-TENSORS = "adapter_model.safetensors"
+TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
 _CHANGES = (
@@ -54,6 +54,8 @@ _CHANGES = (
     "megatron_config",
 )
 """Settings of a LoraConfig under which the tensors mean something else."""
+_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
+"""How a correction may have begun; the other ways (pissa, olora, ...) took something out of the base."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ def read_peft(folder: Path) -> PeftAdapter:
         raise _unread(folder, f"its peft_type is {kind!r}")
     if changed := [name for name in _CHANGES if settings.get(name)]:
         raise _unread(folder, f"it has {changed[0]}")
+    if (begun := settings.get("init_lora_weights")) not in _BEGUN:
+        raise _unread(folder, f"its init_lora_weights is {begun!r}, which changes the base")
+    if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
+        raise _unread(folder, f"{PICKLE} is a pickle")
     try:
         tensors = load_file(folder / TENSORS)
     except (SafetensorError, OSError) as problem:

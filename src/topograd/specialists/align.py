@@ -1,25 +1,31 @@
-"""Transfer of a specialist to a new version of its base, by aligning their heads.
+"""Transfer of a specialist to another base: a later version of its own, one trained anew, or a wider one.
 
-"Product of Experts" §10.4: vocabulary space is the frame that two versions share. With W₁, W₂ (vocab, width)
-the heads (behind the gains of their norms), the maps that say the same thing in the other's space are least
-squares over the whole vocabulary, in closed form:
+"Product of Experts" §10.4: vocabulary space is the frame that two bases share. With W₁ (vocab, d₁) and
+W₂ (vocab, d₂) the heads behind the gains of their norms, n₁, n₂ the normed states of the two bases on the
+same tokens, the maps are least squares in closed form (of the least norm where there are several):
 
-    A = argmin ‖W₁ - W₂ A‖ = (W₂ᵀ W₂)⁻¹ W₂ᵀ W₁         from v1's space to v2's, (d₂, d₁)
-    B = argmin ‖W₂ - W₁ B‖ = (W₁ᵀ W₁)⁻¹ W₁ᵀ W₂         from v2's space to v1's, (d₁, d₂)
+    A = argmin ‖W₁ - W₂ A‖       (d₂, d₁)    what writes: it says the same through the other head
+    B = argmin ‖W₂ - W₁ B‖       (d₁, d₂)    what reads, without text
+    B = argmin Σ ‖n₁ - B n₂‖²    (d₁, d₂)    what reads, with text
 
 A specialist reads its stream by matrices M (queries, keys, values, up, gate; the head's V) and writes into it
-by matrices O (attention's output, the MLP's down). Carried over they are M B and A O: each layer then
-computes in v2's coordinates what it computed in v1's, up to the norm, which commutes with B only where B is
-orthogonal up to a factor. So it is the exact map for a rotation of the base, a good start otherwise, and a
-few steps of training mend the rest. Gains of the specialist's own norms go into the matrices behind them.
+by matrices O (attention's output, the MLP's down) and their biases. Carried over they are M B and A O: each
+layer then computes in the new coordinates what it computed in the old ones, up to the norm, which commutes
+with B only where B is orthogonal up to a factor. So it is exact where the new stream is the old one turned,
+or turned into a part of a wider one; a good start otherwise, and a few steps of training mend the rest. Gains
+of the specialist's own norms go into the matrices behind them. In a wider layer the specialist's heads and
+units are the first; the others begin as a new specialist's do and write nothing yet.
 
-Minor versions (trained on, same shape) need little: A and B are near the identity. Major ones (trained anew)
-are what this is for. A whole head is carried as W_s B. `versions` tells minor from major, by the residual of
-the heads, W + W_K where the stage that the specialist reads has one of its own.
+A whole head is carried as W_s B. `versions` tells minor versions (trained on) from major ones (trained anew)
+by the residual of the heads, W + W_K where the stage that the specialist reads has one of its own.
 
-Limits: bases whose layers have the same shape and whose tokenizers are the same. Layers whose norm takes the
-mean off or has a gain behind what is written (LayerNorm of GPT-2; the norms behind each part of Gemma 2 and
-3) do not turn with the stream, and are refused.
+Limits. The tokenizers are the same, and so are the number of layers, the width of a head and how many heads
+share a key: a head's numbers are turned by position, each pair at a speed that follows from its place in the
+head, so that no linear map makes heads of one width heads of another. There must be room for its heads and
+units, so a narrower base has none; layers without attention are carried at one width alone. x0, where a layer
+blends it in, is read by the same B. Layers whose norm takes the mean off or has a gain behind what is written
+(LayerNorm of GPT-2; the norms behind each part of Gemma 2 and 3) do not turn with the stream, and are
+refused.
 """
 
 from __future__ import annotations
@@ -30,11 +36,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from topograd.data.loader import IGNORED
 from topograd.errors import ConfigError
+from topograd.exec.forward import evaluating, stage_outputs
 from topograd.nn.heads import FullDelta, LowRankDelta
 from topograd.nn.stack import Stack
+from topograd.nn.transformer.block import Block
 from topograd.nn.transformer.parts import TransposedLinear
 from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter
 from topograd.runs.session import LoadedTextRun
@@ -44,6 +54,7 @@ from topograd.specialists.attach import (
     Shape,
     attach,
     card,
+    new_part,
     new_specialist,
     open_specialist,
 )
@@ -53,6 +64,13 @@ from topograd.specialists.interference import token_losses
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 
+Maps = tuple[Tensor, Tensor]
+"""(A, B): from the old base's space to the new one's (d₂, d₁), and back (d₁, d₂)."""
+TOKENS_PER_NUMBER = 8
+"""Of text for each number of the new stream, at least."""
+MOST_TOKENS = 16_384
+ROUNDING = 1e-5
+"""Of the largest singular value: smaller ones of matrices in float32 are taken for 0."""
 READS = ("query", "key", "value", "qkv", "up", "gate", "in_proj")
 WRITES = ("output", "down", "out_proj")
 
@@ -62,13 +80,43 @@ def head_matrix(base: LoadedTextRun) -> Tensor:
     head = base.stack.shared_head
     assert head is not None, "a specialist's base has one"
     stage = base.plan.prediction.full[-1][0]
-    return head.matrix(stage).detach().double() * _last_gain(base.stack)
+    return head.matrix(stage).detach().double() * _gain(getattr(base.stack, "norm", None))
 
 
-def alignment(old: LoadedTextRun, new: LoadedTextRun) -> tuple[Tensor, Tensor]:
-    """(A, B): from the old base's space to the new one's, and back."""
+@torch.no_grad()
+def alignment(old: LoadedTextRun, new: LoadedTextRun, inputs: Tensor | None = None) -> Maps:
+    """(A, B) by the heads; with rows of tokens B is by what both bases make of them."""
     w1, w2 = head_matrix(old), head_matrix(new)
-    return torch.linalg.lstsq(w2, w1).solution, torch.linalg.lstsq(w1, w2).solution
+    a = _least_squares(w2, w1)
+    if inputs is None:
+        return a, _least_squares(w1, w2)
+    n1, n2 = (last_states(base, inputs) for base in (old, new))
+    return a, _least_squares(n2, n1).T
+
+
+def _least_squares(left: Tensor, right: Tensor) -> Tensor:
+    """argmin ‖left X - right‖ of the least norm; what is rounding of float32 on the left does not count."""
+    return torch.linalg.lstsq(left, right, rcond=ROUNDING).solution
+
+
+def text_to_fit(path: Path, old: LoadedTextRun, new: LoadedTextRun, context: int | None) -> Tensor | None:
+    """Rows of a text that both bases can read, for B; None where it is too short for as many unknowns."""
+    inputs, _ = rows_of(path, attach(old, {}), context)
+    enough = inputs.numel() >= TOKENS_PER_NUMBER * new.stack.width
+    return inputs[: MOST_TOKENS // inputs.shape[1] + 1] if enough else None
+
+
+def last_states(base: LoadedTextRun, inputs: Tensor, batch: int = 8) -> Tensor:
+    """(tokens, width) in float64: what a specialist reads of each position but the first, normed."""
+    stage = base.plan.prediction.full[-1][0]
+    device = next(base.stack.parameters()).device
+    with evaluating(base.stack):
+        parts = [
+            stage_outputs(base.stack, base.plan, rows.to(device), [stage])[stage][:, 1:].double()
+            for rows in inputs.split(batch)
+        ]
+    states = torch.cat(parts).flatten(0, 1)
+    return F.rms_norm(states, states.shape[-1:])
 
 
 def versions(old: LoadedTextRun, new: LoadedTextRun) -> dict[str, Any]:
@@ -82,28 +130,30 @@ def versions(old: LoadedTextRun, new: LoadedTextRun) -> dict[str, Any]:
     return {"kind": "minor" if minor else "major", "residual": residual, "residual_of_nothing": nothing}
 
 
+@torch.no_grad()
 def carry(
-    adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun, folder: Path | str, *, aligned: bool = True
+    adapter: Adapter,
+    old: LoadedTextRun,
+    new: LoadedTextRun,
+    folder: Path | str,
+    inputs: Tensor | None = None,
 ) -> Adapter:
-    """The specialist of `old` as one of `new`, in a new folder; without `aligned`, with the same weights."""
+    """The specialist of `old` as one of `new`, in a new folder, by the heads and, if given, rows of text."""
     adapter.check_base(old)
     _check(adapter, old, new)
-    shape = Shape.of(adapter)
-    attached = attach(old, {"old": adapter})
-    part = attached.part("old")
-    if aligned:
-        a, b = alignment(old, new)
-        with torch.no_grad():
-            for layer in part.layers:
-                _carry_layer(layer, a, b)
-            _carry_head(part.head, b, _last_gain(old.stack), _last_gain(new.stack))
-    origin = {"weights": old.weights, "aligned": aligned}
+    shape, (a, b) = Shape.of(adapter), alignment(old, new, inputs)
+    part = attach(old, {"old": adapter}).part("old")
+    carried = new_part(new, shape)
+    for ours, theirs in zip(part.layers, carried.layers, strict=True):
+        _carry_layer(ours, theirs, a, b)
+    gains = [_gain(getattr(base.stack, "norm", None)) for base in (old, new)]
+    _carry_head(part.head, carried.head, b, *gains)
     return create_adapter(
         folder,
         kind=KIND,
         base=BaseIdentity.of(new),
-        tensors=part.tensors(),
-        settings=dict(adapter.settings) | {"carried_from": origin},
+        tensors=carried.tensors(),
+        settings=dict(adapter.settings) | {"carried_from": {"weights": old.weights, "aligned": True}},
         card=card(
             Path(folder).name, new, shape, [f"Carried over from a specialist of `{old.run.folder.name}`."]
         ),
@@ -118,17 +168,21 @@ def compared(
     new: LoadedTextRun,
     context: int | None = None,
 ) -> dict[str, float]:
-    """Mean nats a token of a text: the old base and specialist, the new base, and the specialist on it."""
-    before, after = attach(old, {"s": adapter}), attach(new, {"s": carried})
-    same = attach(new, {"s": replace(adapter, base=BaseIdentity.of(new))})  # its weights as they are
+    """Mean nats a token of a text: the old base and specialist, the new base, and the specialist on it.
+
+    As it was, without being aligned, where it fits.
+    """
+    after = attach(new, {"s": carried})
     rows = rows_of(path, after, context)
     on: Weights = {"s": 1.0}
-    return {
-        "old base with it": _nats(before, on, rows),
+    found = {
+        "old base with it": _nats(attach(old, {"s": adapter}), on, rows),
         "new base": _nats(after, {}, rows),
-        "nothing done": _nats(same, on, rows),
-        "aligned": _nats(after, on, rows),
     }
+    if all(tensor.shape == carried.tensors[name].shape for name, tensor in adapter.tensors.items()):
+        same = attach(new, {"s": replace(adapter, base=BaseIdentity.of(new))})
+        found["nothing done"] = _nats(same, on, rows)
+    return found | {"aligned": _nats(after, on, rows)}
 
 
 def trained_on(
@@ -159,29 +213,22 @@ def _nats(attached: Attached, weights: Weights, rows: tuple[Tensor, Tensor]) -> 
     """Mean nats of the targets of some rows."""
     inputs, targets = rows
     losses = token_losses(attached, [weights], inputs, targets)
-    return float(losses.double().sum() / (targets != -100).sum())
+    return float(losses.double().sum() / (targets != IGNORED).sum())
 
 
 def _check(adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun) -> None:
-    if old.tokenizer.digest != new.tokenizer.digest:
+    problem = _misfit(old.stack, new.stack)
+    if old.tokenizer.digest != new.tokenizer.digest or old.stack.vocab != new.stack.vocab:
+        problem = "its tokenizer is another, so that the heads share no vocabulary"
+    if problem is not None:
         raise ConfigError(
-            f"{new.run.folder} has another tokenizer than the base of {adapter.folder}, so their "
-            "heads share no vocabulary",
+            f"{adapter.folder} cannot be carried to {new.run.folder}: {problem}",
             setting="new",
             given=str(new.run.folder),
             remedy="train a new specialist",
         )
-    shapes = [
-        {name: tuple(p.shape) for name, p in base.stack.layers[-1].named_parameters()} for base in (old, new)
-    ]
-    if shapes[0] != shapes[1] or len(old.stack.layers) != len(new.stack.layers):
-        raise ConfigError(
-            f"the layers of {new.run.folder} have other shapes than those of the base of {adapter.folder}",
-            setting="new",
-            given=str(new.run.folder),
-            remedy="train a new specialist",
-        )
-    if any(isinstance(m, nn.LayerNorm | TransposedLinear) for m in old.stack.modules()) or _post_norms(old):
+    behind = any(getattr(layer, "attention_post_norm", None) is not None for layer in old.stack.layers)
+    if behind or any(isinstance(module, nn.LayerNorm | TransposedLinear) for module in old.stack.modules()):
         raise ConfigError(
             f"the norms of {old.run.folder} take the mean off or stand behind what a layer writes, which no "
             "map between two streams keeps",
@@ -192,51 +239,61 @@ def _check(adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun) -> None:
         )
 
 
-def _post_norms(base: LoadedTextRun) -> bool:
-    return any(getattr(layer, "attention_post_norm", None) is not None for layer in base.stack.layers)
+def _misfit(old: Stack, new: Stack) -> str | None:
+    """Why the layers of one have no place in those of the other, if they have none."""
+    if len(old.layers) != len(new.layers):
+        return f"it has {len(new.layers)} layers and the specialist stands behind {len(old.layers)}"
+    ours, theirs = old.layers[-1], new.layers[-1]
+    shapes = [{name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in (ours, theirs)]
+    if shapes[0] == shapes[1]:
+        return None
+    if shapes[0].keys() != shapes[1].keys() or not isinstance(ours, Block) or not isinstance(theirs, Block):
+        return "its layers are of another kind, or no attention, whose parts grow with the width"
+    kinds = [(part.head_width, part.heads // part.kv_heads) for part in (ours.attention, theirs.attention)]
+    if kinds[0] != kinds[1]:
+        return (
+            f"its heads have {kinds[1][0]} numbers, {kinds[1][1]} to a key, and the specialist's "
+            f"{kinds[0][0]}, {kinds[0][1]} to a key: positions turn the numbers of a head by its width"
+        )
+    if theirs.attention.heads < ours.attention.heads or len(theirs.mlp.up.weight) < len(ours.mlp.up.weight):
+        return "its layers have fewer heads or units than the specialist's"
+    return None
 
 
-def _carry_layer(layer: nn.Module, a: Tensor, b: Tensor) -> None:
-    """Re-express a layer's matrices; the gains of its norms go into the matrices that read behind them."""
-    gains = _gains(layer)
-    for name, module in layer.named_modules():
-        last = name.rpartition(".")[2]
-        if not isinstance(getattr(module, "weight", None), Tensor) or isinstance(module, nn.Embedding):
+def _carry_layer(old: nn.Module, new: nn.Module, a: Tensor, b: Tensor) -> None:
+    """Put a layer's matrices, re-expressed, into a new layer; gains of norms go into what reads behind them.
+
+    What the new layer has more of (heads, units of the MLP) stays as it began: it adds nothing yet.
+    """
+    gains = {name: _gain(getattr(old, name, None)) for name in ("attention_norm", "mlp_norm")}
+    target = dict(new.named_parameters())
+    for name, parameter in old.named_parameters():
+        module, _, kind = name.rpartition(".")
+        last, weight = module.rpartition(".")[2], parameter.double()
+        if module in gains:
+            around_one = getattr(new.get_submodule(module), "around_one", False)
+            target[name].fill_(0.0 if around_one else 1.0)
             continue
-        weight: Tensor = module.weight
-        if last in READS:
-            gain = gains.get("attention_norm" if "attention" in name else "mlp_norm")
-            wide = weight.double() if gain is None else weight.double() * gain
-            weight.copy_((wide @ b).to(weight.dtype))
+        if kind == "weight" and last in READS:
+            weight = (weight * gains["attention_norm" if "attention" in module else "mlp_norm"]) @ b
         elif last in WRITES:
-            weight.copy_((a @ weight.double()).to(weight.dtype))
-    for name in gains:
-        norm = layer.get_submodule(name)
-        norm.weight.fill_(0.0 if getattr(norm, "around_one", False) else 1.0)  # type: ignore[operator]
+            weight = a @ weight
+        target[name][tuple(map(slice, weight.shape))] = weight.to(parameter.dtype)
 
 
-def _gains(layer: nn.Module) -> dict[str, Tensor]:
-    gains = {}
-    for name in ("attention_norm", "mlp_norm"):
-        norm = getattr(layer, name, None)
-        if isinstance(norm, nn.Module) and isinstance(getattr(norm, "weight", None), Tensor):
-            gain = norm.weight.detach().double().clone()  # type: ignore[operator]
-            gains[name] = 1 + gain if getattr(norm, "around_one", False) else gain
-    return gains
-
-
-def _carry_head(delta: nn.Module, b: Tensor, old: Tensor | float, new: Tensor | float) -> None:
+def _carry_head(
+    old: nn.Module, new: nn.Module, b: Tensor, gain: Tensor | float, new_gain: Tensor | float
+) -> None:
     """W_s diag(g₁) B diag(1/g₂): what the delta reads stands behind the last norm's gain, old and new."""
-    carried = {"down": delta.down} if isinstance(delta, LowRankDelta) else {}
-    carried |= {"weight": delta.weight} if isinstance(delta, FullDelta) else {}
-    for matrix in carried.values():
-        matrix.copy_(((matrix.double() * old) @ b / new).to(matrix.dtype))
+    for name, matrix in old.named_parameters():
+        reads = isinstance(old, FullDelta) or (isinstance(old, LowRankDelta) and name == "down")
+        carried = ((matrix.double() * gain) @ b / new_gain).to(matrix.dtype) if reads else matrix
+        new.get_parameter(name).copy_(carried)
 
 
-def _last_gain(stack: Stack) -> Tensor | float:
-    """The gain of the norm before the head; 1 where it has none."""
-    norm = getattr(stack, "norm", None)
-    if not isinstance(norm, nn.Module) or not isinstance(getattr(norm, "weight", None), Tensor):
+def _gain(norm: nn.Module | None) -> Tensor | float:
+    """The gain of a norm; 1 where it has none."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor):
         return 1.0
-    gain: Tensor = norm.weight.detach().double()  # type: ignore[operator]
-    return 1 + gain if getattr(norm, "around_one", False) else gain
+    return weight.detach().double() + (1.0 if getattr(norm, "around_one", False) else 0.0)

@@ -147,16 +147,20 @@ def new_specialist(
         behind=full[-1][0],
         tokens=tuple(tokens),
     )
-    torch.manual_seed(seed)
-    attached = _attached(base, {"new": shape})
     return create_adapter(
         folder,
         kind=KIND,
         base=BaseIdentity.of(base),
-        tensors=attached.part("new").tensors(),
+        tensors=new_part(base, shape, seed).tensors(),
         settings=shape.settings() | {"steps": 0},
         card=card(Path(folder).name, base, shape),
     )
+
+
+def new_part(base: LoadedTextRun, shape: Shape, seed: int = 0) -> SpecialistPart:
+    """What a specialist of this shape consists of before it has learned anything."""
+    torch.manual_seed(seed)
+    return _attached(base, {"new": shape}).part("new")
 
 
 def open_specialist(folder: Path | str) -> Adapter:
