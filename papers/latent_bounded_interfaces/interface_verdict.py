@@ -49,7 +49,7 @@ from papers.kept import NotMeasured
 from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
-from papers.verdicts import Claim, Interval, above, within
+from papers.verdicts import Claim, Interval, above, percent, within
 from topograd.data import Loader, windows
 from topograd.data.masked import hide
 from topograd.interfaces.ablation import silenced
@@ -422,7 +422,6 @@ def _table(rows: Sequence[Row]) -> ResultTable:
         own = of(rows, name)
         values = list(own.values())
         shares = kept(rows, name, _reading(name)) if ARMS[name].interface else []
-        interval = Interval.of([100 * share for share in shares]) if shares else None
         rates = next(row["rates"] for row in rows if row["arm"] == name)
         cells.append(
             (
@@ -430,7 +429,7 @@ def _table(rows: Sequence[Row]) -> ResultTable:
                 str(len(values)),
                 f"{statistics.fmean(values):.4f}",
                 f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–",
-                "–" if interval is None else _percent(interval),
+                percent(shares) if shares else "–",
                 f"{rates[1]:g}, {rates[2]:g}",
                 f"{next(row['parameters'] for row in rows if row['arm'] == name):,}",
             )
@@ -438,12 +437,6 @@ def _table(rows: Sequence[Row]) -> ResultTable:
     header = ("arm", "seeds", "CE", "±", "share of depth kept, 90 %", "rates", "parameters")
     caption = "Nats per byte; shares of the published interface are read from prefixes"
     return ResultTable(caption, header, tuple(cells))
-
-
-def _percent(interval: Interval) -> str:
-    if interval.low == -float("inf"):
-        return f"{interval.mean:.0f} % (one seed)"
-    return f"{interval.mean:.0f} % [{interval.low:.0f}, {interval.high:.0f}]"
 
 
 def _honest_table(rows: Sequence[Row]) -> ResultTable:
