@@ -53,11 +53,14 @@ from papers.verdicts import Claim, Interval, above, percent, within
 from topograd.data import Loader, windows
 from topograd.data.masked import hide
 from topograd.interfaces.ablation import silenced
+from topograd.interfaces.analysis import message_spread
+from topograd.interfaces.regions import Regions
 from topograd.nn.config import Architecture
 from topograd.nn.encoder import Encoder
 from topograd.nn.gpt import GPT
 from topograd.nn.interface_config import parse_interface
 from topograd.nn.preparation import prepare
+from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
@@ -300,6 +303,7 @@ def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
     if arm.interface is not None:
         with silenced(stack, "shuffled"):
             row["shuffled"] = position_losses(stack, plan, inputs, targets).nanmean().item()
+        row["spread"] = message_spreads(stack, plan, inputs[:SAMPLE_ROWS])
     sample = slice(0, SAMPLE_ROWS)
     alone = result[sample]
     row["sample"], row["sample_late"] = alone.nanmean().item(), alone[:, -context // 4 :].nanmean().item()
@@ -307,6 +311,14 @@ def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
         alone = prefix_losses(stack, plan, inputs[sample], targets[sample])
     row["honest"], row["honest_late"] = alone.nanmean().item(), alone[:, -context // 4 :].nanmean().item()
     return row
+
+
+@torch.no_grad()
+def message_spreads(stack: Stack, plan: Plan, inputs: Tensor) -> list[float]:
+    """The spread of each boundary's messages over these rows."""
+    x0 = stack.embed(inputs)
+    messages = Regions.of(stack, plan).messages(x0, stack.layer_context(x0, inputs))
+    return [message_spread(message).item() for message in messages]
 
 
 def _cut(inputs: Tensor, targets: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
