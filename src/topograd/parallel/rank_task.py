@@ -28,7 +28,7 @@ from topograd.nn.stack import Stack
 from topograd.parallel.checkpoint_set import DeltaSetStore, SetStore
 from topograd.parallel.layout import Layout, keep_own, present
 from topograd.parallel.ranks import Ranks
-from topograd.parallel.region_scan import RegionScan, check_canvas
+from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.sharding import ELEMENTWISE, cut_like, part_shards, shard_layers
 from topograd.parallel.sharding import whole as whole_of
 from topograd.parallel.stage_loop import StageLoop
@@ -240,8 +240,6 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
             remedy="leave it out with --parallel",
         )
     _check_steady(config)
-    if config.topology.backward != "autograd":
-        check_canvas(config.topology.canvas)
     if config.geometry_every:
         raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
     if config.on_alarm != "none":
