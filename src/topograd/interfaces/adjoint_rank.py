@@ -10,8 +10,9 @@ gradient's energy would cross the boundary: a subspace of fewer directions loses
 exp(-Σ p log p), p = σ / Σ σ, is beside it.
 
 This is the question that "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" leaves open (§A,
-"effective interface rank"), read off the adjoints instead of whole Jacobians. The loss is the model's
-prediction on its own next tokens; gradient passes every boundary, whatever λ was in training.
+"effective interface rank"), read off the adjoints instead of whole Jacobians. The loss is of the model's
+prediction: of next tokens, of hidden ones, or of an image's class, where the positions of a feature map are
+its pixels. Gradient passes every boundary, whatever λ was in training.
 
 Cost: a forward, a backward, and an SVD of (positions, width) at each boundary. Limits: one linear subspace;
 what a learned, nonlinear interface could carry may be more. A rank is at most the number of positions: give
@@ -38,13 +39,15 @@ from topograd.topology.plan import Plan
 def boundary_ranks(
     stack: Stack, topology: Topology | Plan, inputs: Tensor, targets: Tensor
 ) -> list[dict[str, Any]]:
-    """Behind each layer but the last: `layer`, how many lie before it, and its ranks."""
+    """Behind each layer but the last: `layer`, how many lie before it, the `width` there, and the ranks."""
     found = []
     for layer, adjoints in enumerate(boundary_adjoints(stack, topology, inputs, targets)[:-1], 1):
-        singular = torch.linalg.svdvals(adjoints.flatten(0, -2).double())
+        rows = adjoints.movedim(1, -1) if adjoints.dim() == 4 else adjoints  # channels of a feature map
+        singular = torch.linalg.svdvals(rows.flatten(0, -2).double())
         found.append(
             {
                 "layer": layer,
+                "width": rows.shape[-1],
                 "rank_90": energy_rank(singular, 0.9),
                 "rank_99": energy_rank(singular, 0.99),
                 "effective_rank": effective_rank(singular).item(),
@@ -72,7 +75,7 @@ def boundary_adjoints(
     x0 = stack.embed(inputs).detach().requires_grad_()  # a graph even where no parameter learns
     with _outputs_kept(stack) as outputs:
         logits = stage_logits(stack, plan, last, inputs, x0, lean=False)
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     ran = [layer for layer in range(len(stack.layers)) if layer in outputs]
     gradients = torch.autograd.grad(loss, [outputs[layer] for layer in ran], allow_unused=True)
     known = {layer: g for layer, g in zip(ran, gradients, strict=True) if g is not None}
