@@ -23,8 +23,9 @@ class Rank:
     """How many directions hold 90 and 99 % of the gradient's energy at every boundary between layers."""
 
     model: ModelArgument
-    windows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Held-out windows of the model's context, or images, that are read."""
+    windows: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Held-out windows of the model's context, or images, that are read; without it 16 windows, or as many as
+    have eight times the model's width of positions if these are fewer, or 256 images."""
     json: Json = False
 
 
@@ -62,10 +63,12 @@ def run(argv: list[str]) -> int:
 
 
 def _rank(args: Rank) -> None:
+    from topograd.cli.progress import counted
     from topograd.interfaces.adjoint_rank import boundary_ranks
 
     session, inputs, targets = _opened(args.model, args.windows, 1)
-    found = boundary_ranks(session.stack, session.plan, inputs, targets)
+    read = counted("images read" if session.config.model.task == "images" else "windows read")
+    found = boundary_ranks(session.stack, session.plan, inputs, targets, read)
     if args.json:
         width = max((one["width"] for one in found), default=None)
         print_json({"run": str(args.model), "width": width, "boundaries": found})
@@ -142,9 +145,9 @@ def _table(title: str, first: str, start: int, columns: dict[str, list[float]]) 
     return table
 
 
-def _opened(model: Any, count: int, least: int) -> tuple[LoadedRun, Tensor, Tensor]:
+def _opened(model: Any, count: int | None, least: int) -> tuple[LoadedRun, Tensor, Tensor]:
     """A run of any task, and held-out windows or images for it."""
-    if count < least:
+    if count is not None and count < least:
         raise ConfigError(setting="windows", given=count, allowed=f"at least {least}")
     from topograd.convert.model_argument import resolve_model
     from topograd.runs.session import LoadedTextRun, heldout_images, heldout_text, open_run, read_tokenizer
@@ -152,13 +155,14 @@ def _opened(model: Any, count: int, least: int) -> tuple[LoadedRun, Tensor, Tens
 
     opened = open_run(resolve_model(model))
     if opened.config.model.task == "images":
-        images = heldout_images(opened, most=count)
+        images = heldout_images(opened, most=count or 256)
         opened.stack.eval()
         return opened, images.images, images.labels
     session = LoadedTextRun(**vars(opened), tokenizer=read_tokenizer(opened.run))
     text = heldout_text(session)
     session.stack.eval()
     inputs, targets = text.inputs, text.targets
+    count = count or min(16, -(-8 * session.stack.width // inputs.shape[1]))
     if session.config.model.task == "masked":
         inputs, targets = hidden_sample(session.stack, text)
     return session, inputs[:count], targets[:count]
