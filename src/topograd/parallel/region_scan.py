@@ -83,13 +83,13 @@ class RegionScan(Scan):
             self._swap(found, 0, None, 0)
 
     def before_backward(self, stage: PendingStage) -> None:
-        canvas = canvas_of([stage]) if stage.planned.index == 0 else None
-        for place in range(1, self.ranks.config.stages if canvas is not None else 0):
-            assert canvas is not None
+        canvas = canvas_of([stage])
+        if canvas is None or stage.planned.index > 0:
+            return
+        for place in range(1, self.ranks.config.stages):
             room = torch.empty_like(canvas.value, memory_format=torch.contiguous_format)
-            found = self._swap(None, 0, room, place)
-            assert found is not None
-            canvas.add_gradient(found)
+            self._swap(None, 0, room, place)
+            canvas.add_gradient(room)
 
     @property
     def _last(self) -> int:
