@@ -128,6 +128,10 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     },
     "forward-sweeps": {"tiny": Size(0.1, 2, 8, 1), "small": Size(8, 400, 48, 3)},
     "masked-encoder": {"tiny": Size(0.1, 2, 8, 1), "small": Size(7, 400, 48, 3)},
+    "planted-message": {
+        "tiny": Size(0.1, (2, 2), 8, 1),
+        "small": Size(12, (400, 1600), 48, 3),
+    },
     "leak": {"tiny": Size(0.1, (5,)), "small": Size(3, (500, 400))},
     "jacobians": {"tiny": Size(0.1, 2), "small": Size(5, 300)},
     "learning-coefficient": {"tiny": Size(0.1), "small": Size(2)},

@@ -222,6 +222,13 @@ STUDIES: Mapping[str, Study] = {
         "joined by it keep the quality of depth (LBI, §3.1 and Table 2, asked of a masked model).",
         "latent_bounded_interfaces.masked_encoder",
     ),
+    "planted-message": Study(
+        "What the published interface can learn to say",
+        "A label that only a message can bring is learned through the published interface; that nobody reads "
+        "its messages in an encoder of text is a matter of its learning rate. A question of ours (beside "
+        "LBI, §3.1).",
+        "latent_bounded_interfaces.planted_message",
+    ),
     "leak": Study(
         "The published interface sees the future",
         "The published interface adds a summary of a whole sequence to every position. A causal one cannot "

@@ -67,6 +67,18 @@ class Interval:
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
+def percent(shares: Sequence[float]) -> str:
+    """Shares by seed in words, with the interval of their mean.
+
+    >>> percent([0.2, 0.3]), percent([0.2])
+    ('25 % [-7, 57]', '20 % (one seed)')
+    """
+    result = Interval.of([100 * share for share in shares])
+    if math.isinf(result.low):
+        return f"{result.mean:.0f} % (one seed)"
+    return f"{result.mean:.0f} % [{result.low:.0f}, {result.high:.0f}]"
+
+
 @dataclass(frozen=True)
 class Claim:
     """One thing that the paper or the study predicts, what was measured of it, and whether it held."""

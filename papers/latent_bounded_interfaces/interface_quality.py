@@ -1,15 +1,18 @@
 """What bounded interfaces keep of depth, the published one and causal ones: Tables 2, 6 and 7, judged.
 
 Statement. CE in nats per byte of the models of `interfaces.py`: eight layers dense, the last two alone
-(shallow), regions of two layers that are joined by the published interface of rank 16, 32 or 64, or by a
-causal one, on four architectures; and regions of one to four layers joined by the published one (Table 6).
-Depth is worth CE(shallow) - CE(dense), and an interface keeps
+(shallow), regions of two layers that are joined by the authors' own module of rank 16, 32 or 64, by a causal
+one, or by half of the directions of the hidden state, on four architectures; and regions of one to four
+layers joined by the authors' (Table 6). The directions are the positive control: all of them are the dense
+model, to rounding. Depth is worth CE(shallow) - CE(dense), and an interface keeps
 
     (CE(shallow) - CE(interface)) / (CE(shallow) - CE(dense))
 
 of it. The published interface pools the whole sequence, so its CE is also read honestly: each byte predicted
 from those before it alone (`prefix_losses`), which is what a model that writes has. Claims are judged by 90 %
-intervals over seeds (`verdicts.py`), architecture by architecture.
+intervals over seeds (`verdicts.py`), architecture by architecture, and were set before the run. Trainings
+come in the order of what they decide (`cases`): with what is there at any moment, `--judge` gives tables and
+the claims whose models were all trained.
 
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Table 2 (CE by architecture and
 rank), Table 6 (by region size), Table 7 and Figure 3 (norms of Jacobians, Mamba-3), §4. The paper has no
@@ -20,15 +23,24 @@ case. Limits: models of 0.4M parameters after 0.4M bytes; the paper has 60M to 9
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
+from papers.kept import NotMeasured
 from papers.latent_bounded_interfaces import interfaces
-from papers.latent_bounded_interfaces.interfaces import FINE, PUBLISHED, RANKED, REGION_SIZES, Case
+from papers.latent_bounded_interfaces.interfaces import (
+    FINE,
+    PUBLISHED,
+    RANKED,
+    REGION_SIZES,
+    RESIDUAL,
+    Case,
+)
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
-from papers.verdicts import Claim, Interval, each, within
+from papers.verdicts import Claim, Interval, each, percent, within
 from topograd.nn.config import Architecture
 
 SPECTRAL: Architecture = "mamba3"
@@ -49,13 +61,16 @@ def run(args: Asked) -> Result:
     for case in todo:
         case = replace(case, width=args.width)
         key = dict(zip(interfaces.KEY, case.key(args.steps), strict=True))
-        rows.append(key | args.kept.row(key, partial(interfaces.train_case, case, args.steps)))
+        with suppress(NotMeasured):
+            rows.append(key | args.kept.row(key, partial(interfaces.train_case, case, args.steps)))
         args.on_more(len(rows), len(todo))
+    if not rows:
+        raise NotMeasured(setting="judge", given=args.study, remedy="run it without --judge first")
     return Result(
         setting=f"Plain models of width {args.width} on bytes, {args.steps} steps each.",
         rows=rows,
         tables=(quality_table(rows),) if tiny else (quality_table(rows), size_table(rows), norm_table(rows)),
-        findings=() if tiny else tuple(_findings(rows)),
+        findings=() if tiny else (f"{len(rows)} of {len(todo)} trainings.", *_findings(rows)),
         claims=() if tiny else tuple(_claims(rows)),
         seeds=args.seeds,
         record={"drawn": drawn(tiny)},
@@ -72,27 +87,36 @@ def drawn(tiny: bool) -> dict[str, Any]:
 
 
 def cases(seeds: Sequence[int], tiny: bool = False) -> list[Case]:
-    """All models; tiny: a dense one and a causal interface."""
+    """All models, what decides most first; tiny: a dense one and a causal interface."""
     kinds = get_args(Architecture)
     if tiny:
         return interfaces.headline(kinds[0], seeds)[:3:2]
-    return [
-        *(case for kind in kinds for case in interfaces.headline(kind, seeds)),
-        *(case for kind in RANKED for case in interfaces.region_sizes(kind, seeds)),
-    ]
+    models = [case for seed in seeds for kind in kinds for case in interfaces.headline(kind, [seed])]
+    first = [case for case in models if case.name in ("dense", "shallow", RESIDUAL, MIDDLE)]
+    sizes = [case for kind in RANKED for case in interfaces.region_sizes(kind, seeds)]
+    ranks = [case for case in models if case.name in PUBLISHED.values() and case.name != MIDDLE]
+    return [*first, *ranks, *sizes, *(case for case in models if case.name == FINE)]
 
 
-def of(rows: Sequence[Row], architecture: str, name: str, key: str = "ce") -> list[float]:
-    """A reading of a model, seed by seed."""
-    return [row[key] for row in rows if row["architecture"] == architecture and row["name"] == name]
+def of(rows: Sequence[Row], architecture: str, name: str, key: str = "ce") -> dict[int, Any]:
+    """A reading of a model by seed."""
+    alike = [row for row in rows if row["architecture"] == architecture and row["name"] == name]
+    return {row["seed"]: row[key] for row in alike}
 
 
 def minus(
     rows: Sequence[Row], architecture: str, name: str, base: str, key: str = "ce", base_key: str | None = None
 ) -> list[float]:
-    """The reading of a model minus that of another, seed by seed."""
-    pairs = zip(of(rows, architecture, name, key), of(rows, architecture, base, base_key or key), strict=True)
-    return [a - b for a, b in pairs]
+    """The reading of a model minus that of another, for each seed that has both."""
+    own, other = of(rows, architecture, name, key), of(rows, architecture, base, base_key or key)
+    return [own[seed] - other[seed] for seed in sorted(own) if seed in other]
+
+
+def kept(rows: Sequence[Row], architecture: str, name: str) -> list[float]:
+    """The share of what depth is worth that a model keeps, read honestly, for each seed with all three."""
+    dense, shallow, own = (of(rows, architecture, model, "honest") for model in ("dense", "shallow", name))
+    seeds = sorted(own.keys() & dense.keys() & shallow.keys())
+    return [(shallow[seed] - own[seed]) / (shallow[seed] - dense[seed]) for seed in seeds]
 
 
 def sized(size: int) -> str:
@@ -103,114 +127,141 @@ def sized(size: int) -> str:
 def last_look(rows: Sequence[Row], rank: int, key: str) -> list[float]:
     """Table 7's reading at the last step, the mean over regions, seed by seed."""
     looks = of(rows, SPECTRAL, PUBLISHED[rank], "looks")
-    return [statistics.fmean(seed[-1][key]) for seed in looks]  # type: ignore[index]
+    return [statistics.fmean(seed[-1][key]) for seed in looks.values()]
 
 
 def _kinds(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["architecture"] for row in rows))
 
 
-def _by_kind(rows: Sequence[Row], effect: Callable[[str], list[float]]) -> list[list[float]]:
-    """An effect of each architecture, seed by seed."""
-    return [effect(kind) for kind in _kinds(rows)]
-
-
 def _claims(rows: Sequence[Row]) -> list[Claim]:
-    kinds = ", ".join(_kinds(rows))
-    return [*_quality_claims(rows, kinds), _constant(rows), *_size_claims(rows), *_norm_claims(rows)]
+    """Those whose models were all trained."""
+    return [*_quality_claims(rows), *_constant(rows), *_size_claims(rows), *_norm_claims(rows)]
 
 
-def _quality_claims(rows: Sequence[Row], kinds: str) -> list[Claim]:
-    """Table 2, with the control and the honest reading that it lacks."""
+def _over(
+    kinds: Sequence[str], name: str, prediction: str, effect: str, read: Callable[[str], list[float]]
+) -> list[Claim]:
+    """The claim that `effect` is above 0 on every one of these; none before each of them has a seed."""
+    values = [read(kind) for kind in kinds]
+    return [each(name, prediction, f"{effect}, {', '.join(kinds)},", values)] if all(values) else []
+
+
+def _quality_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Table 2, with the controls and the honest reading that it lacks."""
 
     def near(kind: str) -> list[float]:
-        dense, published = (of(rows, kind, name) for name in ("dense", MIDDLE))
-        return [NEAR - (b / a - 1) for a, b in zip(dense, published, strict=True)]
+        dense = of(rows, kind, "dense")
+        return [
+            NEAR - (own / dense[seed] - 1) for seed, own in of(rows, kind, MIDDLE).items() if seed in dense
+        ]
 
+    judge = partial(_over, _kinds(rows))
     return [
-        each(
+        *judge(
+            "depth is worth something",
+            "eight layers are better than the last two alone",
+            "CE of the shallow model minus that of the dense one",
+            lambda kind: minus(rows, kind, "shallow", "dense"),
+        ),
+        *judge(
+            "positive control",
+            "half of the directions of the hidden state carry at least half of what depth is worth",
+            f"the share kept by {RESIDUAL}, half of the width, minus a half",
+            lambda kind: [share - 0.5 for share in kept(rows, kind, RESIDUAL)],
+        ),
+        *judge(
             "near the dense model",
             f"the published interface is within {100 * NEAR:g} % of the dense model (Table 2)",
-            f"{NEAR:g} minus the share by which its CE is above, {kinds},",
-            _by_kind(rows, near),
+            f"{NEAR:g} minus the share by which its CE is above",
+            near,
         ),
-        each(
+        *judge(
             "better than the control",
             "the published interface is better than its last region alone",
-            f"CE of the shallow model minus that of the published, r = 32, {kinds},",
-            _by_kind(rows, lambda kind: minus(rows, kind, "shallow", MIDDLE)),
+            "CE of the shallow model minus that of the published, r = 32",
+            lambda kind: minus(rows, kind, "shallow", MIDDLE),
         ),
-        each(
+        *judge(
             "better, honestly",
             "the same where each byte is predicted from those before it",
-            f"CE of the shallow model minus that of the published from prefixes, {kinds},",
-            _by_kind(rows, lambda kind: minus(rows, kind, "shallow", MIDDLE, "honest")),
+            "CE of the shallow model minus that of the published from prefixes",
+            lambda kind: minus(rows, kind, "shallow", MIDDLE, "honest"),
         ),
-        each(
+        *judge(
             "flattered",
             "the published interface reads the future: from prefixes alone its CE is higher",
-            f"its CE from prefixes minus that with the future in sight, {kinds},",
-            _by_kind(rows, lambda kind: minus(rows, kind, MIDDLE, MIDDLE, "honest", "sample")),
+            "its CE from prefixes minus that with the future in sight",
+            lambda kind: minus(rows, kind, MIDDLE, MIDDLE, "honest", "sample"),
         ),
-        each(
+        *judge(
             "causal",
             "a causal interface at every position is better than the last region alone",
-            f"CE of the shallow model minus that of {FINE}, {kinds},",
-            _by_kind(rows, lambda kind: minus(rows, kind, "shallow", FINE)),
+            f"CE of the shallow model minus that of {FINE}",
+            lambda kind: minus(rows, kind, "shallow", FINE),
         ),
-        each(
+        *judge(
             "messages are used",
             "another row's messages cost the published interface something",
-            f"CE with another row's messages minus its own, r = 32, {kinds},",
-            _by_kind(rows, lambda kind: minus(rows, kind, MIDDLE, MIDDLE, "shuffled", "ce")),
+            "CE with another row's messages minus its own, r = 32",
+            lambda kind: minus(rows, kind, MIDDLE, MIDDLE, "shuffled", "ce"),
         ),
     ]
 
 
-def _constant(rows: Sequence[Row]) -> Claim:
+def _constant(rows: Sequence[Row]) -> list[Claim]:
     """Whether rank matters, over the architectures that have several."""
     differences = [minus(rows, kind, PUBLISHED[16], PUBLISHED[64]) for kind in RANKED]
     worth = [minus(rows, kind, "shallow", "dense") for kind in RANKED]
+    if not all(differences):
+        return []
     margin = CONSTANT * statistics.fmean(value for seeds in worth for value in seeds)
-    return within(
-        "rank does not matter",
-        "the gap is about constant over ranks 16 to 64 (§4)",
-        "the mean over architectures of CE at r = 16 minus that at r = 64, against a quarter of what depth "
-        "is worth,",
-        [statistics.fmean(seed) for seed in zip(*differences, strict=True)],
-        margin,
-    )
-
-
-def _size_claims(rows: Sequence[Row]) -> list[Claim]:
-    def worst(kind: str) -> list[float]:
-        others = [of(rows, kind, sized(size)) for size in (2, 3, 4)]
-        means = [statistics.fmean(seed) for seed in zip(*others, strict=True)]
-        return [a - b for a, b in zip(of(rows, kind, sized(1)), means, strict=True)]
-
     return [
-        each(
-            "one layer a region is worst",
-            "regions of one layer cost most (Table 6)",
-            f"CE of regions of one layer minus the mean of two, three and four, {', '.join(RANKED)},",
-            [worst(kind) for kind in RANKED],
+        within(
+            "rank does not matter",
+            "the gap is about constant over ranks 16 to 64 (§4)",
+            "the mean over architectures of CE at r = 16 minus that at r = 64, against a quarter of what "
+            "depth is worth,",
+            [statistics.fmean(seed) for seed in zip(*differences, strict=False)],
+            margin,
         )
     ]
 
 
+def _size_claims(rows: Sequence[Row]) -> list[Claim]:
+    def worst(kind: str) -> list[float]:
+        single, *others = (of(rows, kind, sized(size)) for size in REGION_SIZES)
+        seeds = sorted(single.keys() & set.intersection(*(set(other) for other in others)))
+        return [single[seed] - statistics.fmean(other[seed] for other in others) for seed in seeds]
+
+    return _over(
+        RANKED,
+        "one layer a region is worst",
+        "regions of one layer cost most (Table 6)",
+        "CE of regions of one layer minus the mean of two, three and four",
+        worst,
+    )
+
+
 def _norm_claims(rows: Sequence[Row]) -> list[Claim]:
+    by_rank = {
+        key: [last_look(rows, rank, key) for rank in PUBLISHED] for key in ("suffix_norm", "local_norm")
+    }
+    if not all(by_rank["local_norm"]):
+        return []
+    ranks = f"at the last step, {SPECTRAL}, r = {', '.join(map(str, PUBLISHED))},"
     return [
         each(
             "suffixes contract",
             "the norms of suffix products are below 1 (Table 7: 0.64 to 0.86)",
-            f"1 minus ‖P‖ at the last step, {SPECTRAL}, r = {', '.join(map(str, PUBLISHED))},",
-            [[1 - norm for norm in last_look(rows, rank, "suffix_norm")] for rank in PUBLISHED],
+            f"1 minus ‖P‖ {ranks}",
+            [[1 - norm for norm in norms] for norms in by_rank["suffix_norm"]],
         ),
         each(
             "regions amplify",
             "the norms of single regions are above 1 (Table 7: 1.33 to 1.90)",
-            f"‖J‖ - 1 at the last step, {SPECTRAL}, r = {', '.join(map(str, PUBLISHED))},",
-            [[norm - 1 for norm in last_look(rows, rank, "local_norm")] for rank in PUBLISHED],
+            f"‖J‖ - 1 {ranks}",
+            [[norm - 1 for norm in norms] for norms in by_rank["local_norm"]],
         ),
     ]
 
@@ -222,40 +273,44 @@ def quality_table(rows: Sequence[Row]) -> ResultTable:
         for name in dict.fromkeys(row["name"] for row in rows if row["architecture"] == kind):
             if ", regions " in name:
                 continue
-            against = [minus(rows, kind, name, base) for base in ("dense", "shallow") if of(rows, kind, base)]
+            shares = [] if name in ("dense", "shallow") else kept(rows, kind, name)
             cells.append(
                 (
                     kind,
                     name,
-                    _mean_spread(of(rows, kind, name)),
-                    *(f"{statistics.fmean(values):+.4f}" for values in against),
-                    *["–"] * (2 - len(against)),
-                    f"{statistics.fmean(of(rows, kind, name, 'honest')):.4f}",
+                    _mean_spread(of(rows, kind, name).values()),
+                    *(_mean(minus(rows, kind, name, base), "+.4f") for base in ("dense", "shallow")),
+                    _mean(of(rows, kind, name, "honest").values()),
+                    percent(shares) if shares else "–",
                     _shuffled(rows, kind, name),
                 )
             )
-    header = ("architecture", "model", "CE", "to dense", "to shallow", "honest", "another row's messages")
-    return ResultTable("Held-out nats per byte, mean ± standard deviation over seeds", header, tuple(cells))
+    header = ("architecture", "model", "CE", "to dense", "to shallow", "honest", "kept, honestly, 90 %")
+    return ResultTable(
+        "Held-out nats per byte, mean ± standard deviation over seeds",
+        (*header, "another row's messages"),
+        tuple(cells),
+    )
 
 
 def _shuffled(rows: Sequence[Row], kind: str, name: str) -> str:
-    results = [
-        row["shuffled"]
-        for row in rows
-        if row["architecture"] == kind and row["name"] == name and "shuffled" in row
-    ]
-    return f"{statistics.fmean(results):.4f}" if results else "–"
+    alike = [row for row in rows if row["architecture"] == kind and row["name"] == name]
+    return _mean([row["shuffled"] for row in alike if "shuffled" in row])
 
 
-def _mean_spread(values: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.4f}{spread}"
+def _mean(values: Collection[float], form: str = ".4f") -> str:
+    return f"{statistics.fmean(values):{form}}" if values else "–"
+
+
+def _mean_spread(values: Collection[float]) -> str:
+    return _mean(values) + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
 
 
 def size_table(rows: Sequence[Row]) -> ResultTable:
     """Table 6: the published interface of rank 32 by the layers of a region."""
     cells = tuple(
-        (kind, *(_mean_spread(of(rows, kind, sized(size))) for size in REGION_SIZES)) for kind in RANKED
+        (kind, *(_mean_spread(of(rows, kind, sized(size)).values()) for size in REGION_SIZES))
+        for kind in RANKED
     )
     header = ("architecture", *(f"{size} layers" if size > 1 else "1 layer" for size in REGION_SIZES))
     return ResultTable("CE of the published interface, r = 32, by layers of a region", header, cells)
@@ -276,16 +331,8 @@ def norm_table(rows: Sequence[Row]) -> ResultTable:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    results = []
-    for kind in _kinds(rows):
-        worth = minus(rows, kind, "shallow", "dense", "honest")
-        retained = {
-            "the published interface": minus(rows, kind, "shallow", MIDDLE, "honest"),
-            "a causal one at every position": minus(rows, kind, "shallow", FINE, "honest"),
-        }
-        message = ", ".join(
-            f"{name} keeps {100 * statistics.fmean(values) / statistics.fmean(worth):.0f} %"
-            for name, values in retained.items()
-        )
-        results.append(f"{kind}: depth is worth {Interval.of(worth)}; of that, read honestly, {message}.")
-    return results
+    return [
+        f"{kind}: depth is worth {Interval.of(worth)} nats on the sample."
+        for kind in _kinds(rows)
+        if (worth := minus(rows, kind, "shallow", "dense", "honest"))
+    ]

@@ -49,14 +49,17 @@ from papers.kept import NotMeasured
 from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
-from papers.verdicts import Claim, Interval, above, within
+from papers.verdicts import Claim, Interval, above, percent, within
 from topograd.data import Loader, windows
 from topograd.data.masked import hide
 from topograd.interfaces.ablation import silenced
+from topograd.interfaces.analysis import message_spread
+from topograd.interfaces.regions import Regions
 from topograd.nn.config import Architecture
 from topograd.nn.gpt import GPT, Encoder
 from topograd.nn.interface_config import parse_interface
 from topograd.nn.preparation import prepare
+from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
@@ -299,6 +302,7 @@ def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
     if arm.interface is not None:
         with silenced(stack, "shuffled"):
             row["shuffled"] = position_losses(stack, plan, inputs, targets).nanmean().item()
+        row["spread"] = message_spreads(stack, plan, inputs[:SAMPLE_ROWS])
     sample = slice(0, SAMPLE_ROWS)
     alone = result[sample]
     row["sample"], row["sample_late"] = alone.nanmean().item(), alone[:, -context // 4 :].nanmean().item()
@@ -306,6 +310,14 @@ def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
         alone = prefix_losses(stack, plan, inputs[sample], targets[sample])
     row["honest"], row["honest_late"] = alone.nanmean().item(), alone[:, -context // 4 :].nanmean().item()
     return row
+
+
+@torch.no_grad()
+def message_spreads(stack: Stack, plan: Plan, inputs: Tensor) -> list[float]:
+    """The spread of each boundary's messages over these rows."""
+    x0 = stack.embed(inputs)
+    messages = Regions.of(stack, plan).messages(x0, stack.layer_context(x0, inputs))
+    return [message_spread(message).item() for message in messages]
 
 
 def _cut(inputs: Tensor, targets: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -421,7 +433,6 @@ def _table(rows: Sequence[Row]) -> ResultTable:
         own = of(rows, name)
         values = list(own.values())
         shares = kept(rows, name, _reading(name)) if ARMS[name].interface else []
-        interval = Interval.of([100 * share for share in shares]) if shares else None
         rates = next(row["rates"] for row in rows if row["arm"] == name)
         cells.append(
             (
@@ -429,7 +440,7 @@ def _table(rows: Sequence[Row]) -> ResultTable:
                 str(len(values)),
                 f"{statistics.fmean(values):.4f}",
                 f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–",
-                "–" if interval is None else _percent(interval),
+                percent(shares) if shares else "–",
                 f"{rates[1]:g}, {rates[2]:g}",
                 f"{next(row['parameters'] for row in rows if row['arm'] == name):,}",
             )
@@ -437,12 +448,6 @@ def _table(rows: Sequence[Row]) -> ResultTable:
     header = ("arm", "seeds", "CE", "±", "share of depth kept, 90 %", "rates", "parameters")
     caption = "Nats per byte; shares of the published interface are read from prefixes"
     return ResultTable(caption, header, tuple(cells))
-
-
-def _percent(interval: Interval) -> str:
-    if interval.low == -float("inf"):
-        return f"{interval.mean:.0f} % (one seed)"
-    return f"{interval.mean:.0f} % [{interval.low:.0f}, {interval.high:.0f}]"
 
 
 def _honest_table(rows: Sequence[Row]) -> ResultTable:

@@ -58,6 +58,47 @@ def test_analyse_leaves_the_run_as_it_is(regions: Path, call: Any) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def trained(folder: Path, *words: str) -> Path:
+    from topograd.cli.main import main
+
+    assert main(["train", *words, "--steps", "2", "--out", str(folder), "--json"]) == 0
+    return folder
+
+
+def test_without_jacobians_where_they_would_take_too_many_products(
+    size: list[str], tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The positive control has a message for every position; all but its Jacobians is told."""
+    words = ["--partition", "1,1,1", "--model.layers", "3", "--interface", "residual:r=8"]
+    folder = trained(tmp_path / "run", *size, *words)
+    monkeypatch.setattr("topograd.interfaces.jacobian.MAX_ROWS", 100)
+    found = call("interfaces", "analyse", folder, "--json").json
+    assert found["local_norm"] == found["spectrum"] == []
+    assert len(found["adjoint_norm"]) == len(found["message_spread"]) == 2
+    assert min(found["adjoint_norm"]) > 0
+    assert found["plan"]["seconds"]["scan"] is None
+    assert found["plan"]["best"] == "handed"
+    assert "more than a thousand products each" in call("interfaces", "analyse", folder).out
+
+
+def test_a_rank_of_its_own_for_every_boundary(size: list[str], tmp_path: Path, call: Any) -> None:
+    words = ["--partition", "1,1,1", "--model.layers", "3", "--interface", "residual:r=3/2"]
+    found = call("interfaces", "analyse", trained(tmp_path / "run", *size, *words), "--json").json
+    assert len(found["local_norm"]) == 1
+    assert found["plan"]["seconds"]["scan"] > 0
+
+
+def test_a_run_on_images(tmp_path: Path, call: Any) -> None:
+    words = "--task images --data digits --model vit --depth 3 --heads 2 --widths 16 --partition 1,1,1"
+    folder = trained(tmp_path / "run", *words.split(), "--interface", "published:r=4")
+    found = call("interfaces", "analyse", folder, "--json").json
+    assert len(found["local_norm"]) == 1
+    assert len(found["ablation"]["shuffled"]) == 2
+    ranks = call("interfaces", "rank", folder, "--windows", 64, "--json").json
+    assert [(one["layer"], one["width"]) for one in ranks["boundaries"]] == [(1, 16), (2, 16)]
+    assert all(0 < one["rank_90"] <= one["rank_99"] <= 16 for one in ranks["boundaries"])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from topograd.effective_rank import effective_rank
 from topograd.interfaces.adjoint_rank import boundary_adjoints, boundary_ranks, energy_rank
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
@@ -63,6 +64,21 @@ def test_an_interface_bounds_the_rank_at_its_boundary() -> None:
     assert found[1]["effective_rank"] < 3 + 1e-3
     assert max(found[0]["rank_99"], found[2]["rank_99"]) > 3
     assert all(one["rank_90"] <= one["rank_99"] <= WIDTH for one in found)
+
+
+def test_in_parts_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every target weighs alike, whichever part it is in; a part without any says nothing."""
+    stack, topology, (inputs, targets) = model(), Topology.chain("4"), batch()
+    targets[1] = -100
+    told: list[tuple[int, int]] = []
+    whole = boundary_adjoints(stack, topology, inputs, targets)
+    expected = [torch.linalg.svdvals(adjoints.flatten(0, -2)) for adjoints in whole[:-1]]
+    monkeypatch.setattr("topograd.interfaces.adjoint_rank.AT_ONCE", CONTEXT)
+    found = boundary_ranks(stack, topology, inputs, targets, lambda *done: told.append(done))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    for one, singular in zip(found, expected, strict=True):
+        assert one["effective_rank"] == pytest.approx(effective_rank(singular).item(), rel=1e-6)
+        assert one["rank_99"] == energy_rank(singular, 0.99)
 
 
 def test_nothing_of_the_model_changes() -> None:

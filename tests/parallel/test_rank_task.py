@@ -157,14 +157,16 @@ def test_a_rank_that_is_killed_while_gradient_is_awaited_ends_the_job(
     assert losses(folder) == losses(tmp_path / "whole")
 
 
-SCANNED = ["--partition", "1,1", "--interface", "residual:r=4", "--canvas", "1", "--backward", "scan"]
+SCANNED = ["--backward", "scan", "--model.layers", "4", "--partition", "1,1,2", "--interface"]
 BAD: dict[str, Any] = {
     "world": ({"world": 3}, "3 processes were started, and --parallel stages=2 needs 2"),
     "stages": ({"parallel": "stages=4", "world": 4}, "stages is 4; it must be at most 2"),
     "geometry": ({"more": ["--geometry-every", "2"]}, "--geometry-every is 2"),
     "partition": ({"more": ["--partition", "2,3"]}, "--partition 2,3 has 5 layers and the model has 2"),
+    "ranks": ({"more": [*SCANNED, "residual:r=4/8"]}, "it must be the same at every boundary"),
+    "pullback": ({"more": [*SCANNED, "residual:r=4", "--jacobian", "pullback"]}, "it knows segments only"),
+    "carried": ({"more": [*SCANNED, "S=4,r=4", "--backward", "hybrid", "--carried", "3"]}, "--carried is 3"),
     "words": ({"parallel": "stages=2,speed=9"}, "'speed=9'"),
-    "canvas": ({"more": SCANNED}, "--canvas is 1; it must be 0, the embedding, for a scan over ranks"),
 }
 
 

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from raising import refused
-from topograd.errors import ConfigError
-from topograd.exec.gradient import StepGraph
 from topograd.interfaces.engines import Scan
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.region_scan import AHEAD, RegionScan
 from topograd.parallel.settings import ParallelConfig
 from topograd.runs.checkpoint import load
 from topograd.runs.config import OptimizerConfig
+from topograd.topology.plan import EdgeOutput
 from topograd.training.optimizers import make_optimizers
 from topograd.training.step_runner import StepRunner
 
@@ -35,6 +33,10 @@ REGIONS = {"partition": "1,1,1,1,1", "interface": "S=4,r=4"}
         (4, 1, {"carried": 3, "accumulate": 1}),
         (3, 1, {"backward": "autograd", "accumulate": 4}),
         (3, 1, {"backward": "autograd", "accumulate": 4, "canvas": 1}),
+        (2, 1, {"canvas": 1}),
+        (3, 1, {"canvas": 1, "recompute": True, "accumulate": 4}),
+        (4, 1, {"canvas": 1, "carried": 2, "jacobian": "pullback"}),
+        (2, 2, {"canvas": 1}),
         (2, 2, {"backward": "autograd"}),
         (2, 2, {"accumulate": 1}),
     ],
@@ -44,7 +46,8 @@ def test_losses_and_weights_are_those_of_autograd(
 ) -> None:
     world = stages * replicas
     options = {"accumulate": 2} | options
-    regions = REGIONS | {"canvas": options.pop("canvas", 0)}
+    canvas = options.pop("canvas", 0)
+    regions = REGIONS | {"canvas": canvas}
     job = launch(
         "steps",
         world,
@@ -67,7 +70,7 @@ def test_losses_and_weights_are_those_of_autograd(
     load(job.folder / "set" / "step-00000003", mine)
     for (name, a), b in zip(mine.state_dict().items(), stack.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
-    if "carried" in options or "backward" in options or options["accumulate"] < replicas:
+    if canvas or "carried" in options or "backward" in options or options["accumulate"] < replicas:
         return  # the formulas are of whole batches and of doubling alone
     n, batch = 3 * 4, 2
     messages = (stages - 1) * batch * n * 8  # bytes of a batch in float64, of all ranks
@@ -89,13 +92,6 @@ def test_with_bf16_they_are_those_of_a_scan_in_one_process(launch: Any, server: 
     for result in job.results():
         assert result["steps"][0]["loss"][-1] == pytest.approx(float(done.losses[-1]), rel=1e-6)
         assert result["steps"][0]["norm"] == pytest.approx(done.norm, rel=1e-6)
-
-
-def test_a_canvas_of_layers_is_refused(server: ModuleType) -> None:
-    stack, plan = server.model(REGIONS | {"canvas": 1}, layers=5)
-    scan = RegionScan(ranks=Ranks(0, ParallelConfig(stages=2), None, torch.device("cpu")))  # type: ignore[arg-type]
-    with refused(ConfigError, setting="canvas", given=1):
-        scan.begin(StepGraph(stack, plan))
 
 
 class Mailed(RegionScan):
@@ -126,7 +122,7 @@ def test_doubling_gives_every_rank_its_row_in_a_logarithm_of_hops(ranks: int) ->
     for place in reversed(range(ranks)):
         scan = Mailed(place, ranks, box)
         late = last if place == ranks - 1 else None
-        early: Any = [SimpleNamespace(sent={0: SimpleNamespace(value=torch.zeros(2, 6))})]
+        early: Any = [SimpleNamespace(sent={EdgeOutput(0, 1, "m"): SimpleNamespace(value=torch.zeros(2, 6))})]
         with torch.autocast("cpu", torch.bfloat16):
             found = scan.adjoint_behind(late, products[place].unbind(0), early)
         assert found is not None

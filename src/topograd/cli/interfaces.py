@@ -15,7 +15,7 @@ from topograd.limits import check_numbers
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from topograd.runs.session import LoadedTextRun
+    from topograd.runs.session import LoadedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class Rank:
     """How many directions hold 90 and 99 % of the gradient's energy at every boundary between layers."""
 
     model: ModelArgument
-    windows: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Held-out windows of the model's context that are read."""
+    windows: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Held-out windows of the model's context, or images, that are read; without it 16 windows, or as many as
+    have eight times the model's width of positions if these are fewer, or 256 images."""
     json: Json = False
 
 
@@ -35,7 +36,7 @@ class Analyse:
 
     model: ModelArgument
     windows: Annotated[int, tyro.conf.arg(metavar="N")] = 4
-    """Held-out windows of the model's context that are read, at least 2; the batch that a plan is for."""
+    """Held-out windows of the model's context, or images, that are read, at least 2; the batch of a plan."""
     workers: Annotated[int | None, tyro.conf.arg(metavar="P")] = None
     """Workers of the plan; without it, one for each region."""
     microbatches: Annotated[int, tyro.conf.arg(metavar="M")] = 1
@@ -62,18 +63,20 @@ def run(argv: list[str]) -> int:
 
 
 def _rank(args: Rank) -> None:
+    from topograd.cli.progress import counted
     from topograd.interfaces.adjoint_rank import boundary_ranks
 
     session, inputs, targets = _opened(args.model, args.windows, 1)
-    found = boundary_ranks(session.stack, session.plan, inputs, targets)
+    read = counted("images read" if session.config.model.task == "images" else "windows read")
+    found = boundary_ranks(session.stack, session.plan, inputs, targets, read)
     if args.json:
-        print_json({"run": str(args.model), "width": session.stack.width, "boundaries": found})
+        width = max((one["width"] for one in found), default=None)
+        print_json({"run": str(args.model), "width": width, "boundaries": found})
         return
-    title = f"Directions of {session.stack.width} that gradient needs"
-    table = grid(title, "behind layer", "90 %", "99 %", "effective rank")
+    table = grid("Directions that gradient needs", "behind layer", "of", "90 %", "99 %", "effective rank")
     for one in found:
-        ranks = str(one["rank_90"]), str(one["rank_99"]), f"{one['effective_rank']:.1f}"
-        table.add_row(str(one["layer"]), *ranks)
+        ranks = (str(one[name]) for name in ("layer", "width", "rank_90", "rank_99"))
+        table.add_row(*ranks, f"{one['effective_rank']:.1f}")
     out().print(table)
 
 
@@ -99,18 +102,24 @@ def _analyse(args: Analyse) -> None:
         return
     out().print(f"loss {found['loss']:.4f}")
     regions = {name: found[name] for name in ("local_norm", "suffix_norm", "rms", "effective_rank")}
-    out().print(_table("Jacobians of inner regions", "region", 2, regions))
+    if found["local_norm"]:
+        out().print(_table("Jacobians of inner regions", "region", 2, regions))
+    elif len(session.plan.stages) > 2:
+        out().print(
+            "Jacobians of inner regions would take more than a thousand products each: none was built"
+        )
     messages = {name: found[name] for name in ("adjoint_norm", "message_rank", "message_spread")}
     messages |= {f"cost of {how}": costs for how, costs in found["ablation"].items()}
     out().print(_table("Messages", "boundary", 1, messages))
     out().print(found["path_past_interfaces"] or "no path leads past the interfaces")
     plan = found["plan"]
-    spans = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in plan["seconds"].items())
+    known = {name: seconds for name, seconds in plan["seconds"].items() if seconds is not None}
+    spans = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in known.items())
     out().print(f"a step on {plan['workers']} workers, by the event model: {spans}")
     out().print(f"shortest with these interfaces: {plan['best']}, train {plan['train']}")
 
 
-def _plan(args: Analyse, session: LoadedTextRun, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+def _plan(args: Analyse, session: LoadedRun, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """The schedule for the workers that are asked for, from times that are measured here and now."""
     import torch
 
@@ -136,18 +145,25 @@ def _table(title: str, first: str, start: int, columns: dict[str, list[float]]) 
     return table
 
 
-def _opened(model: Any, count: int, least: int) -> tuple[LoadedTextRun, Tensor, Tensor]:
-    """A run of text, or of text with hidden tokens, and held-out windows for it."""
-    if count < least:
+def _opened(model: Any, count: int | None, least: int) -> tuple[LoadedRun, Tensor, Tensor]:
+    """A run of any task, and held-out windows or images for it."""
+    if count is not None and count < least:
         raise ConfigError(setting="windows", given=count, allowed=f"at least {least}")
+    from topograd.cli.results import open_any
     from topograd.convert.model_argument import resolve_model
-    from topograd.runs.session import heldout_text, open_session
+    from topograd.runs.session import LoadedTextRun, heldout_images, heldout_text
     from topograd.training.masked_evaluation import hidden_sample
 
-    session = open_session(resolve_model(model), masked=True)  # which says what it does not take
-    text = heldout_text(session)
+    opened = open_any(resolve_model(model))
+    if opened.config.model.task == "images":
+        images = heldout_images(opened, most=count or 256)
+        opened.stack.eval()
+        return opened, images.images, images.labels
+    assert isinstance(opened, LoadedTextRun)
+    text = heldout_text(opened)
+    opened.stack.eval()
     inputs, targets = text.inputs, text.targets
-    if session.config.model.task == "masked":
-        inputs, targets = hidden_sample(session.stack, text)
-    session.stack.eval()
-    return session, inputs[:count], targets[:count]
+    count = count or min(16, -(-8 * opened.stack.width // inputs.shape[1]))
+    if opened.config.model.task == "masked":
+        inputs, targets = hidden_sample(opened.stack, text)
+    return opened, inputs[:count], targets[:count]

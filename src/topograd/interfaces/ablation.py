@@ -69,4 +69,4 @@ def ablated(stack: Stack, topology: Topology | Plan, inputs: Tensor, targets: Te
 
 def _loss(regions: Regions, inputs: Tensor, targets: Tensor) -> float:
     logits = stage_logits(regions.stack, regions.plan, regions.count - 1, inputs)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).item()
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten()).item()

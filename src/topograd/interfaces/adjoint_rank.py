@@ -10,17 +10,19 @@ gradient's energy would cross the boundary: a subspace of fewer directions loses
 exp(-Σ p log p), p = σ / Σ σ, is beside it.
 
 This is the question that "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" leaves open (§A,
-"effective interface rank"), read off the adjoints instead of whole Jacobians. The loss is the model's
-prediction on its own next tokens; gradient passes every boundary, whatever λ was in training.
+"effective interface rank"), read off the adjoints instead of whole Jacobians. The loss is of the model's
+prediction: of next tokens, of hidden ones, or of an image's class, where the positions of a feature map are
+its pixels. Gradient passes every boundary, whatever λ was in training.
 
-Cost: a forward, a backward, and an SVD of (positions, width) at each boundary. Limits: one linear subspace;
+Cost: a forward and a backward, and a QR of (positions, width) at each boundary, whose R has the same σ: so
+positions are read in parts, and their adjoints are not kept. Limits: one linear subspace;
 what a learned, nonlinear interface could carry may be more. A rank is at most the number of positions: give
 several times the width. What is small in energy may still matter for learning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,23 +36,41 @@ from topograd.nn.stack import Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
+AT_ONCE = 2048
+"""Tokens or pixels that go through the model together."""
+
 
 def boundary_ranks(
-    stack: Stack, topology: Topology | Plan, inputs: Tensor, targets: Tensor
+    stack: Stack,
+    topology: Topology | Plan,
+    inputs: Tensor,
+    targets: Tensor,
+    on_more: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """Behind each layer but the last: `layer`, how many lie before it, and its ranks."""
-    found = []
-    for layer, adjoints in enumerate(boundary_adjoints(stack, topology, inputs, targets)[:-1], 1):
-        singular = torch.linalg.svdvals(adjoints.flatten(0, -2).double())
-        found.append(
-            {
-                "layer": layer,
-                "rank_90": energy_rank(singular, 0.9),
-                "rank_99": energy_rank(singular, 0.99),
-                "effective_rank": effective_rank(singular).item(),
-            }
-        )
-    return found
+    """Behind each layer but the last: `layer`, how many lie before it, the `width` there, and the ranks."""
+    each = max(1, AT_ONCE // max(inputs[0].numel(), 1))
+    triangles: list[Tensor] = []
+    for done, (x, y) in enumerate(zip(inputs.split(each), targets.split(each), strict=True), 1):
+        count = int((y != -100).sum())  # a mean over few targets weighs as much as they are
+        adjoints = boundary_adjoints(stack, topology, x, y)[:-1] if count else []
+        for layer, adjoint in enumerate(adjoints):
+            rows = adjoint.movedim(1, -1) if adjoint.dim() == 4 else adjoint  # channels of a feature map
+            more = count * rows.flatten(0, -2).double()
+            if layer == len(triangles):
+                triangles.append(more[:0])
+            triangles[layer] = torch.linalg.qr(torch.cat((triangles[layer], more)), mode="r").R
+        on_more(min(done * each, len(inputs)), len(inputs))
+    return [{"layer": layer, **_ranks(R)} for layer, R in enumerate(triangles, 1)]
+
+
+def _ranks(rows: Tensor) -> dict[str, Any]:
+    singular = torch.linalg.svdvals(rows)
+    return {
+        "width": rows.shape[-1],
+        "rank_90": energy_rank(singular, 0.9),
+        "rank_99": energy_rank(singular, 0.99),
+        "effective_rank": effective_rank(singular).item(),
+    }
 
 
 def energy_rank(singular: Tensor, share: float) -> int:
@@ -72,7 +92,7 @@ def boundary_adjoints(
     x0 = stack.embed(inputs).detach().requires_grad_()  # a graph even where no parameter learns
     with _outputs_kept(stack) as outputs:
         logits = stage_logits(stack, plan, last, inputs, x0, lean=False)
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     ran = [layer for layer in range(len(stack.layers)) if layer in outputs]
     gradients = torch.autograd.grad(loss, [outputs[layer] for layer in ran], allow_unused=True)
     known = {layer: g for layer, g in zip(ran, gradients, strict=True) if g is not None}

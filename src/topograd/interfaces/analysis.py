@@ -14,6 +14,9 @@ all rows are alike and the message tells nothing of the data, at most 1, for a r
 a LayerNorm's output, so at least 2 (S-1) of the n = (S-1) r singular values of J are zero, and the messages
 of one boundary have at most rank r - 1.
 
+Where a Jacobian would take more than a thousand vector-Jacobian products, as the residual form's do, none is
+built: lists of Jacobians are empty then, as they are for two regions, and the adjoints are autograd's.
+
 Symbols and shapes. K regions, B samples, n the width of the interface. J (K-2, B, n, n) for regions 1..K-2,
 m̄ (K-1, B, n) for interfaces 1..K-1. P_{K-1} = I is left out. Cost: that of a step by the scan engine, and
 O(K B n³) for the singular values: ask every so many steps, not at each.
@@ -36,6 +39,7 @@ from torch import Tensor, nn
 from topograd.effective_rank import effective_rank
 from topograd.exec.train_step import train_step
 from topograd.interfaces.engines import Scan
+from topograd.interfaces.jacobian import has_jacobians
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.suffix_scan import suffix_products
 from topograd.nn.stack import Stack
@@ -45,7 +49,7 @@ from topograd.topology.dag import Topology
 def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Everything of this module for one batch, as plain numbers; every `.grad` stays as it was."""
     regions = Regions.of(stack, topology)
-    scan = Scan()
+    scan = Scan(carried=0 if has_jacobians(regions) else regions.count - 2)
     with _gradients_kept(stack):
         losses = train_step(stack, topology, inputs, targets, gradient=scan)
     assert scan.adjoints is not None, "the scan engine shows its adjoints"

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -121,9 +122,8 @@ class Scan:
     def finish(self, graph: StepGraph) -> None:
         stages = list(graph.pending.values())
         graph.pending.clear()
-        self._canvas = next(
-            (m.value.detach() for s in stages for o, m in s.sent.items() if o.relay == CANVAS), None
-        )
+        canvas = canvas_of(stages)
+        self._canvas = None if canvas is None else canvas.value.detach()
         self._tapes = self._taped.pop(id(graph))
         early = [stage for stage in stages if stage.planned.index < self._building.stop]
         jacobians = [self._jacobian(stage) for stage in early if stage.planned.index > 0 and stage.leaves]
@@ -140,7 +140,8 @@ class Scan:
         rest = (_widened(one, most)[None].to(adjoints) for one in late[1:])
         self.adjoints = torch.cat((adjoints, *rest))
         for stage, adjoint in zip(reversed(early), adjoints.flip(0), strict=False):
-            message = _interface_of(stage)
+            message = interface_of(stage)
+            self.before_backward(stage)
             if message.value.requires_grad:
                 n = message.value[0].numel()
                 message.gradient = adjoint[:, :n].view_as(message.value).to(message.value)
@@ -153,9 +154,12 @@ class Scan:
         """m̄ (batch, n) of what the `early` regions send; `late` is what the later ones' backwards found."""
         return late
 
+    def before_backward(self, stage: PendingStage) -> None:
+        """Called before the backward of each early region; the gradient of the canvas is all there."""
+
     def _jacobian(self, stage: PendingStage) -> Tensor:
         """J (batch, n, n) of a region, from the graph of its forward or, with `recompute`, a new one."""
-        region, leaf, message = stage.planned.index, stage.leaves[0].tensor, _interface_of(stage)
+        region, leaf, message = stage.planned.index, stage.leaves[0].tensor, interface_of(stage)
         ctx = replace(stage.ctx, canvas=self._canvas)
         ran = Visit(self._regions, region, ctx, leaf, message.value, self._tapes.pop(region))
         seen = visit(self._regions, region, leaf, ctx, self.jacobian) if self._recompute else ran
@@ -174,7 +178,14 @@ class Scan:
         return adjoints
 
 
-def _interface_of(stage: PendingStage) -> Message:
+def canvas_of(stages: Sequence[PendingStage]) -> Message | None:
+    """The hidden state that is the canvas, where region 0 runs or where it is read."""
+    sent = (message for stage in stages for output, message in stage.sent.items() if output.relay == CANVAS)
+    read = (leaf.source for stage in stages for leaf in stage.leaves[1:])
+    return next(chain(sent, read), None)
+
+
+def interface_of(stage: PendingStage) -> Message:
     """m_{k+1} of what a region sends; region 0 may send a canvas too."""
     return next(message for output, message in stage.sent.items() if output.relay != CANVAS)
 

@@ -46,6 +46,12 @@ MAX_ROWS = 1024
 """Rows of one Jacobian, each a vector-Jacobian product: with more, a step takes a thousand others' time."""
 
 
+def has_jacobians(regions: Regions) -> bool:
+    """Whether the Jacobians of all inner regions can be built; a form that does not know its rows tries."""
+    inner = regions.relays[1 : regions.count - 1]
+    return all((relay.rows(regions.stack.context) or 0) <= MAX_ROWS for relay in inner)
+
+
 def check_rows(regions: Regions, region: int) -> None:
     """Refuse an interface whose Jacobian behind a region would take thousands of products."""
     rows = regions.relays[region].rows(regions.stack.context)

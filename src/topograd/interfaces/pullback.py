@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.interfaces.tape import Desk, Factors, Tape, record
+from topograd.interfaces.tape import Desk, Factors, Tape, dots, record
 from topograd.nn.host_numbers import send
 
 __all__ = ["Tape", "pullback", "record"]
@@ -188,17 +188,22 @@ def _heads(desk: Desk, block: Factors, span: _Span, g: Tensor) -> tuple[Tensor, 
     """
     heads, _, basis, width = g.shape
     start, stop, first = span.positions.start, span.positions.stop, span.rows.start
-    own = torch.linalg.vecdot(g, block.attended[:, span.rows])[..., None]
-    q = desk.take("q", *g.shape).zero_()
-    k, v = (desk.take(name, heads, stop - start, basis, width).zero_() for name in "kv")
-    for s, e, i, j in _tiles(block, span):
+    own = dots(g, block.attended[:, span.rows])
+    q = desk.take("q", *g.shape)
+    k, v = (desk.take(name, heads, stop - start, basis, width) for name in "kv")
+    tiles = list(_tiles(block, span))
+    whole = bool(tiles) and tiles[-1][1] == stop and not block.layer.attention.window
+    for x in () if whole else (q, k, v):  # else the first keys reach all rows, and all keys are reached
+        x.zero_()
+    for s, e, i, j in tiles:
         asked, count = g[:, i - first : j - first], e - s
         p = block.probabilities[:, i:j, s:e]
         x = desk.take("scores", heads, (j - i) * basis, count)
         torch.bmm(asked.flatten(1, 2), block.values[:, s:e].transpose(1, 2), out=x)
         x = x.view(heads, j - i, basis, count)
         x.sub_(own[:, i - first : j - first]).mul_(p[:, :, None])
-        q[:, i - first : j - first].flatten(1, 2).baddbmm_(x.flatten(1, 2), block.keys[:, s:e])
+        into = q[:, i - first : j - first].flatten(1, 2)
+        into.baddbmm_(x.flatten(1, 2), block.keys[:, s:e], beta=float(not whole or s > 0))
         if s >= start:
             y = desk.take("tile", heads, basis * count, width)
             torch.bmm(x.flatten(2).transpose(1, 2), block.queries[:, i:j], out=y)
@@ -232,7 +237,10 @@ def _entry(
         out.flatten(0, 2).addmm_(query.flatten(0, 2), attention.query.weight)
     else:
         out[:, span.at] += query @ attention.query.weight
-    norm.project(out).mul_(norm.inverse)
+    norm.project(out)
+    if out.shape == c.shape:
+        return torch.addcmul(c, out, norm.inverse, out=out)
+    out.mul_(norm.inverse)
     out[:, span.at] += c
     return out
 
@@ -247,7 +255,7 @@ def _segments(
     ones = torch.eye(time // segment, dtype=c.dtype, device=c.device).repeat_interleave(segment, 1)
     scaled = ones * norm.inverse[:, None, :, 0, 0]
     out = (ones[:, span.at] @ c.flatten(2)).unflatten(-1, (basis, width))
-    dots = c.new_zeros(batch, time, basis)
+    along = c.new_zeros(batch, time, basis)
     everywhere = (span.positions, slice(None))
     for x, layer, taped, (where, at) in zip(
         parts,
@@ -256,7 +264,7 @@ def _segments(
         ((span.rows, span.at), everywhere, everywhere),
         strict=True,
     ):
-        dots[:, at] += torch.linalg.vecdot(x, taped[:, where])
+        along[:, at] += dots(x, taped[:, where])[..., 0]
         out += (scaled[..., at] @ x.flatten(2)).unflatten(-1, (basis, -1)) @ layer.weight
-    rays = scaled[:, :, None] * dots.transpose(1, 2)[:, None]
+    rays = scaled[:, :, None] * along.transpose(1, 2)[:, None]
     return out.flatten(1, 2).baddbmm_(rays.flatten(1, 2), norm.y[:, :, 0], alpha=-1 / width).view_as(out)

@@ -20,6 +20,7 @@ for the receiver; with fewer ranks than regions every rank has as many as the fu
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,7 +182,7 @@ def planned(
     return {
         "workers": ranks,
         "microbatches": microbatches,
-        "seconds": {name: span for name, (span, _) in found.items()},
+        "seconds": {name: span if span < math.inf else None for name, (span, _) in found.items()},
         "best": best,
         "train": words[best] + parallel,
     }

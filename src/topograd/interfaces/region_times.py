@@ -18,6 +18,7 @@ inner one; what a whole step takes beyond these, the canvas and the head is ever
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from time import perf_counter
@@ -27,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from topograd.exec.forward import stage_outputs
 from topograd.exec.train_step import train_step
-from topograd.interfaces.jacobian import interface_jacobian, visit
+from topograd.interfaces.jacobian import has_jacobians, interface_jacobian, visit
 from topograd.interfaces.region_events import RegionTimes
 from topograd.interfaces.regions import Regions
 from topograd.nn.stack import LayerContext
@@ -40,19 +42,22 @@ T = TypeVar("T")
 def region_times(
     regions: Regions, inputs: Tensor, targets: Tensor, jacobian: Jacobian = "loop", repeats: int = 5
 ) -> RegionTimes:
-    """Seconds of a region, of the head, and of what every rank does beside its region; links cost nothing.
+    """Seconds of a region, of the head, and of what every rank does beside its region; links cost nothing,
+    and a Jacobian of too many products takes forever.
 
     Two regions have no inner one, and no schedule of theirs builds a Jacobian: a half of a step is one's.
     """
-    stack, device = regions.stack, inputs.device
-    last = regions.plan.stages[-1].head
+    stack, device, last = regions.stack, inputs.device, regions.plan.stages[-1]
+    with torch.no_grad():
+        hidden = stage_outputs(stack, regions.plan, inputs, [last.index])[last.index].requires_grad_()
 
     def canvas() -> None:
         stack.layer_context(x0 := stack.embed(inputs), inputs)
-        x0.sum().backward()
+        if x0.requires_grad:  # images are no embedding
+            x0.sum().backward()
 
     def readout() -> None:
-        logits = stack.readout(stack.embed(inputs), last)
+        logits = stack.readout(hidden, last.head)
         F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten()).backward()
 
     def step() -> None:
@@ -62,20 +67,21 @@ def region_times(
         statistics.median(timed(part, device)[0] for _ in range(repeats + 1))
         for part in (canvas, readout, step)
     )
-    head = max(head - extra, 0.0)
     stack.zero_grad(set_to_none=True)
     if regions.count < 3:
         third = (whole - extra - head) / (3 * regions.count)
         return RegionTimes(forward=third, backward=2 * third, jacobian=0.0, head=head, extra=extra)
-    forward, _, local, built = region_seconds(regions, inputs, jacobian, repeats)
+    way = jacobian if has_jacobians(regions) else None
+    forward, _, local, built = region_seconds(regions, inputs, way, repeats)
     beside = max(whole - extra - head - regions.count * (forward + local), 0.0) / regions.count
     return RegionTimes(forward=forward, backward=local, jacobian=built, head=head, extra=extra + beside)
 
 
 def region_seconds(
-    regions: Regions, inputs: Tensor, jacobian: Jacobian, repeats: int
+    regions: Regions, inputs: Tensor, jacobian: Jacobian | None, repeats: int
 ) -> tuple[float, float, float, float]:
-    """Forward, VJP, local backward and Jacobian of the middle region. Nothing is added to any `.grad`."""
+    """Forward, VJP, local backward and Jacobian of the middle region, which takes forever where none is to be
+    built. Nothing is added to any `.grad`."""
     middle, message, ctx = middle_region(regions, inputs)
     rounds = [_round(regions, middle, message, ctx, jacobian) for _ in range(repeats + 1)][1:]
     forward, vjp, local, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
@@ -107,15 +113,15 @@ def _wait(device: torch.device) -> None:
 
 
 def _round(
-    regions: Regions, region: int, message: Tensor, ctx: LayerContext, way: Jacobian
+    regions: Regions, region: int, message: Tensor, ctx: LayerContext, way: Jacobian | None
 ) -> tuple[float, float, float, float]:
     """Seconds of the forward, the VJP, the local backward and the Jacobian."""
     device, leaf = message.device, message.detach().requires_grad_()
-    forward, seen = timed(lambda: visit(regions, region, leaf, ctx, way), device)
-    cotangent = message.detach()  # any will do but m_{k+1} itself, which a LayerNorm destroys
+    forward, seen = timed(lambda: visit(regions, region, leaf, ctx, way or "loop"), device)
     wanted = [leaf, ctx.x0, *(p for p in regions.stack.parameters() if p.requires_grad)]
     sent = seen.message_out
+    cotangent = torch.randn(sent.shape, generator=torch.Generator().manual_seed(0)).to(sent)
     vjp, _ = timed(lambda: torch.autograd.grad(sent, leaf, cotangent, retain_graph=True), device)
-    jacobian, _ = timed(lambda: interface_jacobian(seen, way), device)
+    jacobian = math.inf if way is None else timed(lambda: interface_jacobian(seen, way), device)[0]
     local, _ = timed(lambda: torch.autograd.grad(sent, wanted, cotangent, allow_unused=True), device)
     return forward, vjp, local, jacobian

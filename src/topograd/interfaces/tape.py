@@ -152,6 +152,12 @@ def _take_both(taken: dict[str, Any]) -> Callable[..., None]:
     return hook
 
 
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """x·y along the last axis, which stays: x (..., basis, width), y (..., 1, width); vecdot would write all
+    their products first."""
+    return x @ y.mT
+
+
 @dataclass(frozen=True)
 class Norm:
     """y = h / ρ and 1 / ρ: (batch, position, 1, width) and (batch, position, 1, 1)."""
@@ -170,7 +176,7 @@ class Norm:
 
     def project(self, x: Tensor) -> Tensor:
         """x - y (y·x) / d, in place: the cotangent of h, but for 1 / ρ, from that of y."""
-        return x.addcmul_(self.y, torch.linalg.vecdot(x, self.y)[..., None], value=-1 / x.shape[-1])
+        return x.addcmul_(self.y, dots(x, self.y), value=-1 / x.shape[-1])
 
 
 @dataclass(frozen=True)

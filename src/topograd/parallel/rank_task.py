@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
+from topograd.exec.gradient import StepGraph
 from topograd.exec.objectives import objectives_of, uses_prior
 from topograd.files import dump_json
 from topograd.nn.stack import Stack
 from topograd.parallel.checkpoint_set import DeltaSetStore, SetStore
 from topograd.parallel.layout import Layout, keep_own, present
 from topograd.parallel.ranks import Ranks
-from topograd.parallel.region_scan import RegionScan, check_canvas
+from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.sharding import ELEMENTWISE, cut_like, part_shards, shard_layers
 from topograd.parallel.sharding import whole as whole_of
 from topograd.parallel.stage_loop import StageLoop
@@ -126,6 +127,19 @@ class RankTask(RunTask):
         )
         if self.layout.back_edges or self.plan.late:
             _check_gradient(config, ranks)
+        if self.layout.crossing:  # what it does not take is refused before a folder is made
+            self._scan().begin(StepGraph(self.stack, self.plan))
+
+    def _scan(self) -> RegionScan:
+        table = self.config.topology
+        carried = 0 if table.backward == "scan" else table.carried
+        return RegionScan(
+            table.jacobian,
+            table.jacobian_chunk,
+            carried=carried,
+            ranks=self.ranks,
+            owners=self.layout.owners,
+        )
 
     @property
     def own_stages(self) -> list[int]:
@@ -160,15 +174,7 @@ class RankTask(RunTask):
         given = {f.name: getattr(whole, f.name) for f in fields(whole)} | {"optimizers": optimizers}
         given["transport"] = MeshTransport(self.ranks, self.layout)
         if self.layout.crossing:
-            table = self.config.topology
-            carried = 0 if table.backward == "scan" else table.carried
-            given["gradient"] = RegionScan(
-                table.jacobian,
-                table.jacobian_chunk,
-                carried=carried,
-                ranks=self.ranks,
-                owners=self.layout.owners,
-            )
+            given["gradient"] = self._scan()
         self.loop = StageLoop(**given, ranks=self.ranks, layout=self.layout)
 
     def should_stop(self, interrupted: Callable[[], bool]) -> bool:
@@ -240,8 +246,6 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
             remedy="leave it out with --parallel",
         )
     _check_steady(config)
-    if config.topology.backward != "autograd":
-        check_canvas(config.topology.canvas)
     if config.geometry_every:
         raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
     if config.on_alarm != "none":

@@ -15,7 +15,9 @@ so that after 1 + ⌈log₂(P - 1)⌉ hops all ranks are done. What reaches the 
 and costs n numbers instead of n² to send and a row's product instead of a matrix's. Messages go from later to
 earlier ranks only. Everything is float32 or better, whatever autocast computes in. From there the suffix scan
 over a rank's own Jacobians is local, and so is every region's backward (`interfaces/engines.py`). The canvas
-x0 and the interfaces, which two ranks use, are added up with all else that is shared (`stage_loop.py`).
+x0 and the interfaces, which two ranks use, are added up with all else that is shared (`stage_loop.py`). Of a
+canvas of layers every rank sends its gradient, one for each micro-batch, to the first, which adds them up
+before the backward of region 0.
 
 Where the last `carried` regions hand the adjoint on (`Hybrid`), the ranks behind the one with the first of
 them, q, do so by their own backwards, a row of n numbers from each to the one before it. Rank q then stands
@@ -23,8 +25,8 @@ for the last one above; ranks before it have built their Jacobians meanwhile. Mi
 in 1F1B: a rank runs as many of them forward as ranks lie behind it, then scans and runs forward in turns.
 
 Bytes of a micro-batch: B n for each boundary going forward; back, of P - 1 hops to a neighbour and of each
-doubling B n² each, but B n where a row is sent. A rank multiplies at most ⌈log₂(P - 1)⌉ times. Once a step
-come the shared gradients.
+doubling B n² each, but B n where a row is sent, and B T d from each rank for a canvas of layers. A rank
+multiplies at most ⌈log₂(P - 1)⌉ times. Once a step come the shared gradients.
 The paper's "56 KB" (r = 64, K = 7, bf16) is K r² without the batch, whose samples have a Jacobian each, and
 without the gradient of the canvas, which is most of it.
 """
@@ -42,22 +44,14 @@ from torch import Tensor
 
 from topograd.errors import ConfigError
 from topograd.exec.gradient import PendingStage, StepGraph
-from topograd.interfaces.engines import Scan
+from topograd.interfaces.engines import Scan, canvas_of, interface_of
 from topograd.parallel.ranks import Ranks
-from topograd.topology.dag import CANVAS
 
 TAG = 40
 """Of what this module sends, apart from messages that go forward."""
 AHEAD = 16
 """Products under way before a rank waits for the oldest: a receiver asks for one when its own scan is there,
 and a rank that waited for it would be late for all micro-batches behind."""
-
-
-def check_canvas(layers: int) -> None:
-    """Refuse a canvas of layers, whose gradient would have to come back from every rank."""
-    if layers:
-        allowed = "0, the embedding, for a scan over ranks; backward autograd takes others"
-        raise ConfigError(setting="canvas", given=layers, allowed=allowed)
 
 
 @dataclass
@@ -80,7 +74,22 @@ class RegionScan(Scan):
                 given=graph.plan.topology.interface,
                 allowed="the same at every boundary for a scan over ranks; backward autograd takes others",
             )
-        check_canvas(sum(port.layer for port, _ in graph.plan.stages[1].inputs if port.relay == CANVAS))
+
+    def finish(self, graph: StepGraph) -> None:
+        canvas = canvas_of(list(graph.pending.values()))
+        super().finish(graph)
+        if canvas is not None and self.ranks.place > 0:
+            found = torch.zeros_like(canvas.value) if canvas.gradient is None else canvas.gradient
+            self._swap(found, 0, None, 0)
+
+    def before_backward(self, stage: PendingStage) -> None:
+        canvas = canvas_of([stage])
+        if canvas is None or stage.planned.index > 0:
+            return
+        for place in range(1, self.ranks.config.stages):
+            room = torch.empty_like(canvas.value, memory_format=torch.contiguous_format)
+            self._swap(None, 0, room, place)
+            canvas.add_gradient(room)
 
     @property
     def _last(self) -> int:
@@ -103,7 +112,7 @@ class RegionScan(Scan):
     ) -> Tensor | None:
         if self.ranks.place > self._last:
             return None
-        row = late if late is not None else next(iter(early[-1].sent.values())).value.flatten(1)
+        row = late if late is not None else interface_of(early[-1]).value.flatten(1)
         dtype = torch.promote_types(row.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(row.device.type, enabled=False):
             batch, n = row.shape
@@ -146,8 +155,8 @@ class RegionScan(Scan):
         return behind
 
     def _swap(self, sent: Tensor | None, to: int, room: Tensor | None, source: int) -> Tensor | None:
-        """Send a product to one place of this replica, and receive another's into `room`."""
-        what = "a product of Jacobians"
+        """Send a product to one place of this replica, and receive another's into `room`; or gradients."""
+        what = "a product of Jacobians, or the gradient of a canvas"
         if sent is not None:
             sent, peer = sent.contiguous(), self.ranks.at(to)
             self.scan_bytes += sent.numel() * sent.element_size()

@@ -50,7 +50,8 @@ def test_every_figure_draws_its_rows(record: dict[str, Any]) -> None:
 
 
 def test_a_short_run_has_the_curves_alone(record: dict[str, Any]) -> None:
-    few = [row for row in record["rows"] if row["architecture"] == "transformer"][:3:2]
+    shown = ("dense", study.FINE)
+    few = [row for row in record["rows"] if row["architecture"] == "transformer" and row["name"] in shown]
     with style():
         (curves,) = interface_panels({"rows": few, "drawn": study.drawn(tiny=True)})
     assert curves.table is not None

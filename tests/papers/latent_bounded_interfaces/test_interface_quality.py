@@ -1,6 +1,5 @@
 """Tables 2, 6 and 7: every claim by hand, both ways; what a row of the published interface has."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from papers.latent_bounded_interfaces import interfaces
 from papers.latent_bounded_interfaces.interfaces import (
     FINE,
     PUBLISHED,
+    RESIDUAL,
     Case,
     position_losses,
     prefix_losses,
@@ -23,9 +23,13 @@ from papers.verdicts import FAILED, HELD, UNDECIDED
 from topograd.data import windows
 from topograd.runs.config import OptimizerConfig
 
-GOOD: Mapping[str, float] = {"dense": 1.5, "shallow": 1.7, FINE: 1.6} | dict.fromkeys(
-    PUBLISHED.values(), 1.58
-)
+GOOD: Mapping[str, float] = {
+    "dense": 1.5,
+    "shallow": 1.7,
+    FINE: 1.6,
+    RESIDUAL: 1.55,
+    **dict.fromkeys(PUBLISHED.values(), 1.58),
+}
 
 
 def made_up(
@@ -69,6 +73,8 @@ def test_one_seed_decides_nothing() -> None:
 @pytest.mark.parametrize(
     ("claim", "changed"),
     [
+        ("depth is worth something", {"ce": {**GOOD, "dense": 1.8}}),
+        ("positive control", {"ce": {**GOOD, RESIDUAL: 1.65}}),
         ("near the dense model", {"ce": {**GOOD, study.MIDDLE: 1.69}}),
         ("better than the control", {"ce": {**GOOD, study.MIDDLE: 1.75}}),
         ("better, honestly", {"honest": 0.3}),
@@ -94,8 +100,31 @@ def test_tables_have_every_model_and_seeds_of_one_architecture() -> None:
     assert len(sizes.rows[0]) == 5
     assert norms.rows[0][0] == "16"
     assert norms.rows[0][1].startswith("1.50")
-    shares = [re.findall(r"keeps (\d+) %", words) for words in study._findings(made_up(honest=0.0))]
-    assert 55 < int(shares[0][0]) < 65, "the published one; the other is the causal one"
+    half = next(row for row in quality.rows if row[:2] == ("transformer", RESIDUAL))
+    assert half[6] == "74 % [73, 75]", "kept of depth: 1.7 - 1.55 of 1.7 - 1.5"
+    published = next(row for row in quality.rows if row[:2] == ("transformer", study.MIDDLE))
+    assert published[6].startswith("35 % ["), "read from prefixes, 0.05 worse"
+
+
+def test_what_is_there_of_a_study_is_judged() -> None:
+    """Tables, and the claims whose models are there; a seed without a control counts nowhere."""
+    rows = made_up()
+    whole = verdicts(rows)
+    some = [
+        row for row in rows if row["name"] not in (FINE, PUBLISHED[64]) and ", regions " not in row["name"]
+    ]
+    missing = {"causal", "rank does not matter", "one layer a region is worst"}
+    missing |= {"suffixes contract", "regions amplify"}
+    assert verdicts(some) == {name: verdict for name, verdict in whole.items() if name not in missing}
+    study.size_table(some), study.norm_table(some)
+    alone = [row for row in rows if (row["name"], row["seed"]) != ("shallow", 2)]
+    assert len(study.kept(alone, "transformer", RESIDUAL)) == 2
+
+
+def test_models_come_in_the_order_of_what_they_decide() -> None:
+    names = [(case.name, case.seed) for case in study.cases(range(3))]
+    assert {name for name, _ in names[:48]} == {"dense", "shallow", RESIDUAL, study.MIDDLE}
+    assert [seed for _, seed in names[:48]] == [0] * 16 + [1] * 16 + [2] * 16
 
 
 def test_a_row_of_the_published_interface(small_cases: None) -> None:
