@@ -218,7 +218,7 @@ def excess_exp(a: Tensor) -> Tensor:
 
 
 def _terms(largest: float) -> int:
-    """From the power of a that many on, what follows a²/2 is below its rounding for all |a| up to the largest.
+    """The terms from a²/2 on of which those that are left out are below its rounding, up to the largest |a|.
 
     >>> _terms(1.0), _terms(1e-3), _terms(0.0)
     (19, 6, 2)
