@@ -187,9 +187,7 @@ def default_n_beta(terms: int) -> float:
     return terms / math.log(terms)
 
 
-def _checked(
-    masks: Mapping[str, Tensor] | None, center: Weights, settings: Langevin
-) -> Mapping[str, Tensor]:
+def _checked(masks: Mapping[str, Tensor] | None, center: Weights, settings: Langevin) -> Mapping[str, Tensor]:
     """Masks of sampled parameters, in their shape and type."""
     if not masks:
         return {}
