@@ -42,7 +42,8 @@ class Coefficient:
     """Of each of 4 chains, 4 steps apart, behind as many steps of burn-in. More cost more, and need a weaker
     pull towards the weights (localization), which hides flat directions."""
     text: Path | None = None
-    """Text of your own, a file or a folder; by default the run's held-out text, or embedded text."""
+    """Text of your own, a file or a folder, or images for a run on images; by default what the run held
+    out, or embedded text."""
     device: str | None = None
     """Where it runs: cpu, cuda, cuda:1; by default where the run's model is, else cpu."""
     dtype: Literal["float64", "float32"] | None = None
@@ -101,9 +102,9 @@ def rows_of(probe: ProbeModel) -> list[tuple[Tensor, Tensor | None]]:
     found: list[tuple[Tensor, Tensor | None]] = []
     for inputs, targets in probe.batches:
         assert targets is not None, "the model has a loss"
-        rows = max(1, STEP // inputs.shape[1])
+        rows = max(1, STEP // targets[0].numel())
         found += zip(inputs.split(rows), targets.split(rows), strict=True)
-    return found[: -(-TERMS // found[0][0].numel())]
+    return found[: -(-TERMS // found[0][1].numel())]
 
 
 def sample_parts(
