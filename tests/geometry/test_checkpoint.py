@@ -96,7 +96,7 @@ def test_a_symmetry_that_is_not_taken_out_reads_as_order_two(monkeypatch: pytest
     way = checkpoint.Candidate("0", *ends, 1.0, 0.0, lambda step: tangent)
 
     def take(flat: checkpoint._Candidates, *given: Any) -> None:
-        flat.found = [way]
+        flat.found = {"0": way}
 
     monkeypatch.setattr(checkpoint._Candidates, "take", take)
     assert read_checkpoint(model, (x, x), "squared-error").directions[-1].kind == "symmetry"

@@ -187,7 +187,7 @@ def inspect(
         layers=spectra,
         uncovered=uncovered,
         notes=tuple(notes),
-        factors=factors,
+        factors={name: factors[name] for name in spectra if name in factors},
     )
 
 
