@@ -310,7 +310,10 @@ class _Scanner:
             except (RuntimeError, NotImplementedError) as problem:  # of torch, where a derivative is missing
                 self._has_jets = False
                 self._refused.append(f"no jets: {' '.join(str(problem).split())[:120]}")
-        return replace(reading, share=share, jet=jet)
+        kind = reading.kind
+        if reading.order is None and reading.fisher and jet is not None and jet.order is not None:
+            kind = "live" if jet.order == 1 else "dead"  # the crossover may lie below the window
+        return replace(reading, kind=kind, share=share, jet=jet)
 
     def _scan(
         self, layer: str, parts: Parts, held: Parts | None = None
