@@ -18,7 +18,8 @@ def three_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("three_threads")
 def test_results_come_in_order_few_items_exist_and_threads_are_put_back() -> None:
-    taken, done = [], []
+    taken: list[int] = []
+    done: list[int] = []
 
     def items() -> Iterator[int]:
         for i in range(20):

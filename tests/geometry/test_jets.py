@@ -1,7 +1,7 @@
 """Jets: Taylor coefficients against closed forms, and the order of a network's direction."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -83,11 +83,12 @@ def test_maps_that_do_not_move_give_the_same_derivatives_without_tangents_of_zer
             h = torch.tanh(one(h))
         return F.linear(h, maps[1].weight)
 
-    def several(count: int, fixed: list[Tensor]) -> list[Tensor]:
+    def several(count: int, fixed: Sequence[Tensor]) -> list[Tensor]:
         def derivative(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             return lambda t: jvp(f, (t,), (torch.ones_like(t),))[1]
 
-        found, below, zero = [], along, torch.zeros((), dtype=torch.float64)
+        found: list[Tensor] = []
+        below, zero = along, torch.zeros((), dtype=torch.float64)
         with FixedMaps(fixed):
             for _ in range(count):
                 below = derivative(below)

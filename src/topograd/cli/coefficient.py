@@ -99,12 +99,12 @@ def expected_seconds(probe: ProbeModel, settings: Langevin, parts: Sequence[Part
 
 def rows_of(probe: ProbeModel) -> list[tuple[Tensor, Tensor | None]]:
     """`TERMS` tokens of the text, `STEP` in a batch, and a row at least: a step costs what its tokens do."""
-    found: list[tuple[Tensor, Tensor | None]] = []
+    found: list[tuple[Tensor, Tensor]] = []
     for inputs, targets in probe.batches:
         assert targets is not None, "the model has a loss"
         rows = max(1, STEP // targets[0].numel())
         found += zip(inputs.split(rows), targets.split(rows), strict=True)
-    return found[: -(-TERMS // found[0][1].numel())]
+    return [*found[: -(-TERMS // found[0][1].numel())]]
 
 
 def sample_parts(

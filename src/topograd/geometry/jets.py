@@ -88,7 +88,7 @@ class FixedMaps(TorchFunctionMode):
         if func is not F.linear or len(args) < 2 or id(args[1]) not in self._weights:
             return func(*args, **kwargs)
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        z = _Fixed.apply(args[0], _Held(args[1]))  # type: ignore[no-untyped-call]
+        z = _Fixed.apply(args[0], _Held(args[1]))
         return z if bias is None else z + bias
 
 
@@ -112,4 +112,4 @@ class _Fixed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, held: None) -> Any:
-        return _Fixed.apply(x, ctx.held)  # type: ignore[no-untyped-call]
+        return _Fixed.apply(x, ctx.held)
