@@ -88,7 +88,8 @@ def test_maps_that_do_not_move_give_the_same_derivatives_without_tangents_of_zer
             return lambda t: jvp(f, (t,), (torch.ones_like(t),))[1]
 
         found: list[Tensor] = []
-        below, zero = along, torch.zeros((), dtype=torch.float64)
+        below: Callable[[Tensor], Tensor] = along
+        zero = torch.zeros((), dtype=torch.float64)
         with FixedMaps(fixed):
             for _ in range(count):
                 below = derivative(below)
