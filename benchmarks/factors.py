@@ -2,7 +2,7 @@
 
     python benchmarks/factors.py [--width 320] [--layers 6] [--sequences 64] [--rounds 5] [--json]
     python benchmarks/factors.py --read MODEL [--scans 6] [--json]
-    python benchmarks/factors.py --block 2048,8192,512,128256,16 [--tokens 512] [--json]
+    python benchmarks/factors.py --block 2048 8192 512 128256 16 [--tokens 512] [--json]
 
 The first: float32, in one process, taking turns; gradients exist beforehand. The loss of the backward pass is
 the plain cross-entropy of the same logits that the factors read.

@@ -10,9 +10,9 @@ global one and known exactly (`papers/dead_directions/families/deep_linear.py`).
 nβ, as it looks for none. devinterp is no dependency: give its place with PYTHONPATH, or it is left out.
 Errors are over seeds, each with its data.
 
-`--profile`: seconds of a step of `topograd coefficient MODEL` in the first, middle, last layer: a gradient,
-the forward pass in it, and the noise; what all layers take by them, what the command says before it begins,
-and how many gradients a layer may take if all are to be done in `GOAL` seconds.
+`--profile`: seconds of a step of `topograd coefficient MODEL` in the first, middle, last layer, and of a
+gradient, the forward pass in it, and the noise; what all layers take by them, what the command says before it
+begins, and how many gradients a layer may take if all are to be done in `GOAL` seconds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torch import Tensor, nn
 
 import clone  # noqa: F401  (for what is not installed)
 from papers.dead_directions.families.deep_linear import deep_linear_coefficient
-from topograd.cli.coefficient import BATCHES, DRAWS, SEARCHED, command_settings, expected_seconds
+from topograd.cli.coefficient import DRAWS, command_settings, expected_seconds, rows_of
 from topograd.cli.probe_model import open_probe
 from topograd.geometry import learning_coefficient
 from topograd.geometry.singular.coefficient import LearningCoefficient
-from topograd.geometry.singular.langevin import Langevin, Noise, Target
+from topograd.geometry.singular.langevin import SEARCHED, Langevin, Noise, Target, step_seconds
 from topograd.geometry.singular.parts import layer_parts
 from topograd.geometry.singular.terms import sampled_weights
 
@@ -161,7 +161,7 @@ def profile(model: Path) -> dict[str, Any]:
     began = time.perf_counter()
     said = expected_seconds(probe, settings, parts)
     until_said = time.perf_counter() - began
-    target = Target(probe.model, "cross-entropy", list(probe.batches[:BATCHES]), probe.outputs)
+    target = Target(probe.model, "cross-entropy", rows_of(probe), probe.outputs)
     rows: list[dict[str, Any]] = []
     for part in (parts[0], parts[len(parts) // 2], parts[-1]):
         center = sampled_weights(probe.model, part.weights)
@@ -173,13 +173,14 @@ def profile(model: Path) -> dict[str, Any]:
                 "gradient": _median(partial(target.gradient, center, target.batches[0])),
                 "forward": _median(partial(target.losses, center)) / len(target.batches),
                 "noise": _median(lambda c=center, n=noise: [n.like(w) for w in c.values()]),  # type: ignore[misc]
+                "step": step_seconds(target, center, settings),
             }
         )
-    mean = sum(row["gradient"] + row["noise"] for row in rows) / len(rows)
+    mean = sum(row["step"] for row in rows) / len(rows)
     gradients = settings.chains * settings.steps + SEARCHED
     return {
         "layers": len(parts),
-        "tokens_of_a_gradient": probe.batches[0][0].numel(),
+        "tokens_of_a_gradient": target.batches[0][0].numel(),
         "gradients_of_a_layer": gradients,
         "profile": rows,
         "seconds_of_all": len(parts) * gradients * mean,

@@ -8,7 +8,7 @@ and learns from n samples, all of them in every step, what the chain with t = 0 
                label noise σ integrated by its cotangents (`catalogue/probing.py`)
     a          the largest ‖(W_l)_d·, without (W_l)_dd‖ / |(W_l)_dd|, over layers and moments
 
-where a is the alignment error, and G ~ t^s, with s from `geometry/rules/`: 2 (L - 1) for the
+where a is the alignment error, and G ~ t^s, with s from `rules/`: 2 (L - 1) for the
 plain chain. With n finite the inputs are correlated, so that a step may turn the dead row; the population's
 loss would hide this.
 `fit_rate` refuses a slope where the alignment error is not small beside t^{L-2}.
@@ -44,10 +44,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from papers.dead_directions.catalogue.networks import ACTIVATE, NORMS
+from papers.dead_directions.rules.architectures import Chain
+from papers.dead_directions.rules.blocks import predict
 from papers.outcome import Asked, Result, ResultTable, Row
 from topograd.geometry.rates import Rate, fit_rate, local_slope
-from topograd.geometry.rules.architectures import Chain
-from topograd.geometry.rules.blocks import predict
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import ChainedReLURescale

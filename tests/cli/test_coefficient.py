@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from topograd.geometry.singular.langevin import SEARCHED, TIMED, Target
+
 
 def test_layers_of_a_run(staged: Path, call: Any, tmp_path: Path) -> None:
     text = tmp_path / "probe.txt"
@@ -21,6 +23,27 @@ def test_layers_of_a_run(staged: Path, call: Any, tmp_path: Path) -> None:
     assert found["estimated_seconds"] > 0
     assert "2 parts: about" in answer.err
     assert found["text"] == str(text)
+
+
+def test_the_estimate_counts_every_gradient_at_what_it_costs(
+    call: Any, staged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that a gradient alone moves, by as many seconds as layers are computed for it."""
+    now, taken = 0.0, 0
+    gradient = Target.gradient
+
+    def counted(target: Target, weights: dict[str, torch.Tensor], batch: Any) -> Any:
+        nonlocal now, taken
+        now += 2.0 - int(next(iter(weights)).split(".")[1])  # layer 0 costs two, layer 1 one
+        taken += 1
+        return gradient(target, weights, batch)
+
+    monkeypatch.setattr(Target, "gradient", counted)
+    monkeypatch.setattr("topograd.geometry.singular.langevin.time.perf_counter", lambda: now)
+    found = call("coefficient", staged, "--layers", 2, "--draws", 8, "--json").json
+    timed = 2 * (1 + TIMED)
+    assert taken == timed + 2 * (4 * (32 + 8 * 4) + SEARCHED), "burn-in, draws and the search for a step"
+    assert found["estimated_seconds"] == now - 3 * timed / 2
 
 
 def test_heads_of_a_hugging_face_folder(call: Any, tmp_path: Path) -> None:

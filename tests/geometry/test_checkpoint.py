@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry import checkpoint
 from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
+from topograd.geometry.jets import Jet
 from topograd.geometry.rates import log_grid
 from topograd.geometry.symmetry_search import FoundSymmetries
 from topograd.nn.gpt import GPT
@@ -96,7 +98,7 @@ def test_a_symmetry_that_is_not_taken_out_reads_as_order_two(monkeypatch: pytest
     way = checkpoint.Candidate("0", *ends, 1.0, 0.0, lambda step: tangent)
 
     def take(flat: checkpoint._Candidates, *given: Any) -> None:
-        flat.found = [way]
+        flat.found = {"0": way}
 
     monkeypatch.setattr(checkpoint._Candidates, "take", take)
     assert read_checkpoint(model, (x, x), "squared-error").directions[-1].kind == "symmetry"
@@ -344,3 +346,16 @@ def test_tied_and_frozen_models_are_read() -> None:
         gpt().requires_grad_(False), batch, scans=2, generator=torch.Generator().manual_seed(0)
     )
     assert json.dumps(frozen.as_dict()) == plain, "what learns and what does not is read alike"
+
+
+@pytest.mark.parametrize(("order", "jet", "kind"), [(None, 1, "live"), (None, 2, "dead"), (2, 1, "dead")])
+def test_a_square_that_ends_below_the_window_is_live(order: int | None, jet: int, kind: str) -> None:
+    """As in a fresh RoBERTa, where the scan saw little but t⁴."""
+    probe = SimpleNamespace(
+        curve=lambda parts, grid: (1e-3 * grid**2 + grid**4)[:, None].expand(-1, 2),
+        jet=lambda parts: Jet(jet, 1e-4),
+        floor=0.0,
+    )
+    scanner = checkpoint._Scanner(probe, (), [], 100.0)  # type: ignore[arg-type]
+    found = scanner._at_scale(checkpoint.DirectionReading("layer", "dead", order, fisher=1e-16), {})
+    assert (found.kind, found.order) == (kind, order)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.geometry.gram_sums import GramSums, HalfGram, gram, remembered
+from topograd.geometry.gram_sums import GramSums, HalfGram, Remembered, gram
 from topograd.geometry.sketches import FactorSums
 
 
@@ -81,6 +81,6 @@ def test_a_mean_is_made_again_when_rows_come() -> None:
 
 def test_the_last_result_is_remembered() -> None:
     count = iter(range(1, 9))
-    again = remembered(lambda x: next(count))
+    again = Remembered(lambda x: next(count))
     one, other = object(), object()
     assert [again(x) for x in (one, one, other, one)] == [1, 1, 2, 3]

@@ -143,6 +143,21 @@ def test_factors_are_given_one_layer_after_the_other_or_kept() -> None:
     assert taken.as_dict() == kept.as_dict()
 
 
+def test_two_threads_read_what_one_does() -> None:
+    def read() -> Any:
+        return inspect(net(), batches(), generator=torch.Generator().manual_seed(0))
+
+    one, before = read(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        two = read()
+    finally:
+        torch.set_num_threads(before)
+    assert list(two.layers) == list(one.layers) == list(two.factors)
+    for name, found in one.layers.items():
+        assert two.layers[name].A.values == pytest.approx(found.A.values, rel=1e-12, abs=1e-14)
+
+
 def test_our_gpt() -> None:
     torch.manual_seed(0)
     stack = GPT(layers=2, width=16, heads=2, vocab=20, context=8).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.func import functional_call
 from raising import refused
 from tests.oracles.fisher import exact_fisher
 from topograd.errors import GeometryError
-from topograd.geometry.paths import Path, directional_fisher, divergences, read_order
+from topograd.geometry.paths import Path, directional_fisher, divergences, each_divergence, read_order
 from topograd.geometry.rates import log_grid
 
 WIDTH = 4
@@ -173,3 +174,28 @@ def test_models_that_answer_with_an_object() -> None:
     assert read_order(wrapped, inner, INPUTS, outputs=lambda m, x: m(x).logits) == found
     with refused(GeometryError, setting="outputs", given="SimpleNamespace"):
         read_order(wrapped, inner, INPUTS, outputs=lambda m, x: m(x))
+
+
+def in_digits(before: Tensor, after: Tensor) -> float:
+    """KL(before ‖ after) of two rows of logits, in 60 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        p, q = ([Decimal(x).exp() for x in row.tolist()] for row in (before, after))
+        log_p, log_q = ([(x / sum(row)).ln() for x in row] for row in (p, q))
+        return float(sum(a.exp() * (a - b) for a, b in zip(log_p, log_q, strict=True)))
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 0.3, 3.0])
+def test_a_divergence_is_exact_at_every_size_and_in_every_chunk(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = torch.randn(7, 9, dtype=torch.float64, generator=generator)
+    after = before + size * torch.randn(7, 9, dtype=torch.float64, generator=generator)
+    whole = each_divergence(before, after, "cross-entropy")
+    exact = [in_digits(*rows) for rows in zip(before, after, strict=True)]
+    # a change of the log-probabilities is rounded to 1e-16, and the divergence is its square
+    assert whole.tolist() == pytest.approx(exact, rel=1e-14 / size)
+    monkeypatch.setattr("topograd.geometry.paths.CHUNK", 20)
+    chunked = each_divergence(before, after, "cross-entropy")
+    assert chunked.tolist() == pytest.approx(whole.tolist(), rel=1e-15)

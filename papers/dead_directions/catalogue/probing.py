@@ -41,9 +41,7 @@ from papers.dead_directions.catalogue.networks_blocks import (
     trace_gated,
     trace_mixer,
 )
-from topograd.errors import GeometryError
-from topograd.geometry.rates import SPAN, UPPER, Noise, Rate, fit_rate, log_grid
-from topograd.geometry.rules.architectures import (
+from papers.dead_directions.rules.architectures import (
     Architecture,
     Attention,
     Chain,
@@ -51,7 +49,9 @@ from topograd.geometry.rules.architectures import (
     GatedStack,
     Mixer,
 )
-from topograd.geometry.rules.blocks import predict
+from papers.dead_directions.rules.blocks import predict
+from topograd.errors import GeometryError
+from topograd.geometry.rates import SPAN, UPPER, Noise, Rate, fit_rate, log_grid
 
 SMALLEST = 1e-290
 """Second moments below this have lost digits in float64."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,19 +13,17 @@ from topograd.cli.progress import OnMore, work_progress
 from topograd.limits import DEPTH, REPEATS, check_numbers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from topograd.cli.probe_model import ProbeModel
     from topograd.geometry.singular.langevin import Langevin
     from topograd.geometry.singular.parts import Part
 
-BATCHES = 4
-"""Of the text; each step of a chain takes one of them."""
+TERMS = 1024
+"""Tokens of the text."""
+STEP = 128
+"""Of these that a step of a chain takes."""
 DRAWS = 40
-SEARCHED = 80
-"""Gradients that the search for a step takes, about."""
-
-
-TIMED = 3
-"""Gradients whose median the estimate is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,8 @@ class Coefficient:
     """Of each of 4 chains, 4 steps apart, behind as many steps of burn-in. More cost more, and need a weaker
     pull towards the weights (localization), which hides flat directions."""
     text: Path | None = None
-    """Text of your own, a file or a folder; by default the run's held-out text, or embedded text."""
+    """Text of your own, a file or a folder, or images for a run on images; by default what the run held
+    out, or embedded text."""
     device: str | None = None
     """Where it runs: cpu, cuda, cuda:1; by default where the run's model is, else cpu."""
     dtype: Literal["float64", "float32"] | None = None
@@ -69,7 +67,7 @@ def run(argv: list[str]) -> int:
     settings = command_settings(args.draws)
     estimate = expected_seconds(probe, settings, parts)
     about = f"{estimate:.0f} s" if estimate < 120 else f"{estimate / 60:.0f} min"
-    note(f"{len(parts)} parts: about {about}, by gradients timed here")
+    note(f"{len(parts)} parts: about {about}, by steps timed here")
     began = time.perf_counter()
     with work_progress(f"sampling {args.model}: steps of chains") as on_more:
         found = sample_parts(probe, settings, parts, on_more)
@@ -87,20 +85,27 @@ def command_settings(draws: int) -> Langevin:
 
 
 def expected_seconds(probe: ProbeModel, settings: Langevin, parts: Sequence[Part]) -> float:
-    """From the median of some gradients of a batch by the weights of a part in the middle."""
-    from topograd.geometry.singular.langevin import Target
+    """All steps and gradients, by steps timed in the first part and the last.
+
+    A chain computes nothing before its layer, so that a step in the first costs most and in the last least.
+    """
+    from topograd.geometry.singular.langevin import SEARCHED, Target, step_seconds
     from topograd.geometry.singular.terms import sampled_weights
 
-    batches = probe.batches[:BATCHES]
-    target = Target(probe.model, "cross-entropy", list(batches), probe.outputs)
-    center = sampled_weights(probe.model, parts[len(parts) // 2].weights)
-    float(target.gradient(center, batches[0])[0])  # the first is slower
-    seconds = []
-    for _ in range(TIMED):
-        began = time.perf_counter()
-        float(target.gradient(center, batches[0])[0])
-        seconds.append(time.perf_counter() - began)
-    return len(parts) * (settings.chains * settings.steps + SEARCHED) * statistics.median(seconds)
+    target = Target(probe.model, "cross-entropy", rows_of(probe), probe.outputs)
+    ends = [sampled_weights(probe.model, part.weights) for part in (parts[0], parts[-1])]
+    each = sum(step_seconds(target, center, settings) for center in ends) / 2
+    return len(parts) * (settings.chains * settings.steps + SEARCHED) * each
+
+
+def rows_of(probe: ProbeModel) -> list[tuple[Tensor, Tensor | None]]:
+    """`TERMS` tokens of the text, `STEP` in a batch, and a row at least: a step costs what its tokens do."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for inputs, targets in probe.batches:
+        assert targets is not None, "the model has a loss"
+        rows = max(1, STEP // targets[0].numel())
+        found += zip(inputs.split(rows), targets.split(rows), strict=True)
+    return [*found[: -(-TERMS // found[0][1].numel())]]
 
 
 def sample_parts(
@@ -109,9 +114,8 @@ def sample_parts(
     """λ̂ of every part, as JSON holds it; a part whose chains diverge has a reason and no value."""
     from topograd.geometry.singular.parts import part_coefficients
 
-    batches = probe.batches[:BATCHES]
     every = part_coefficients(
-        probe.model, "cross-entropy", batches, parts, settings, outputs=probe.outputs, on_step=on_more
+        probe.model, "cross-entropy", rows_of(probe), parts, settings, outputs=probe.outputs, on_step=on_more
     )
     results: list[dict[str, Any]] = []
     for one in every:

@@ -28,7 +28,8 @@ class Inspect:
     series: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Instead of MODEL: a run whose checkpoints are read one after the other, on one axis of steps."""
     text: Path | None = None
-    """Text of your own to read it on, a file or a folder; by default the run's held-out text."""
+    """Text of your own to read it on, a file or a folder, or images for a run on images; by default what the
+    run held out."""
     device: str | None = None
     """Where it runs: cpu, cuda, cuda:1; by default where the run's model is, else cpu."""
     dtype: Literal["float64", "float32"] | None = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from topograd.data.windows import Text
-    from topograd.runs.session import LoadedTextRun
+    from topograd.runs.session import LoadedRun, LoadedTextRun
 
 MIN_TOKENS = 4096
 """That a run is read on, if its text has them; and `ROWS_PER_CHANNEL` for each channel of its stream."""
@@ -44,7 +44,7 @@ class ProbeModel:
     """None where there are no labels."""
     fresh: tuple[str, ...] = ()
     """Parameters that a checkpoint does not hold."""
-    session: LoadedTextRun | None = None
+    session: LoadedRun | None = None
     """Of a run."""
 
     @property
@@ -74,17 +74,26 @@ def run_probe(
 ) -> ProbeModel:
     """A run at its last checkpoint, or at that of this name."""
     from topograd.exec.forward import stage_logits
-    from topograd.runs.session import open_session
+    from topograd.runs.folder import Run
+    from topograd.runs.session import LoadedTextRun, open_run, open_session, read_settings, read_tokenizer
 
-    session = open_session(folder, name)
-    stack = moved(session.stack, device, dtype)
-    plan, last = session.plan, session.plan.predicting()[-1]
+    task = read_settings(Run.open(folder)).model.task
+    opened: LoadedRun = open_session(folder, name) if task == "text" else open_run(folder, name)
+    if task == "masked":
+        opened = LoadedTextRun(**vars(opened), tokenizer=read_tokenizer(opened.run))
+    stack = moved(opened.stack, device, dtype).eval()
+    plan, last = opened.plan, opened.plan.predicting()[-1]
+    if isinstance(opened, LoadedTextRun):
+        batches = probe_batches(opened, text)
+    else:
+        batches = image_batches(opened, text, next(stack.parameters()).device)
 
     def outputs(model: Any, inputs: Tensor) -> Tensor:
         return stage_logits(model, plan, last, inputs)
 
-    source = "the run's held-out text" if text is None else str(text)
-    return ProbeModel(stack, [*probe_batches(session, text)], outputs, source, "run", session=session)
+    what = "images" if task == "images" else "text"
+    source = f"the run's held-out {what}" if text is None else str(text)
+    return ProbeModel(stack, [*batches], outputs, source, "run", session=opened)
 
 
 def hugging_face_probe(
@@ -114,12 +123,33 @@ def hugging_face_probe(
 
 def probe_batches(session: LoadedTextRun, own: Path | None) -> list[tuple[Tensor, Tensor]]:
     """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
+    import torch
+
+    from topograd.data.loader import IGNORED
+    from topograd.data.masked import hide
     from topograd.geometry.inspection import ROWS_PER_CHANNEL
     from topograd.runs.session import heldout_text
 
     tokens = max(MIN_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
     text = heldout_text(session, own, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context))
-    return batches_of(text, next(session.stack.parameters()).device, tokens)
+    batches = batches_of(text, next(session.stack.parameters()).device, tokens)
+    if session.config.model.task != "masked":
+        return batches
+    draw = torch.Generator().manual_seed(0)
+    return [hide(inputs, session.stack.vocab - 1, draw, targets != IGNORED) for inputs, targets in batches]
+
+
+def image_batches(opened: LoadedRun, own: Path | None, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Held-out images of a run, or those of another folder."""
+    from topograd.runs.session import heldout_images
+
+    found = heldout_images(opened, own, MIN_TOKENS)
+    return [
+        (images.to(device), labels.to(device))
+        for images, labels in zip(
+            found.images.split(BATCH_TOKENS), found.labels.split(BATCH_TOKENS), strict=True
+        )
+    ]
 
 
 def batches_of(text: Text, device: torch.device, tokens: int) -> list[tuple[Tensor, Tensor]]:

@@ -49,7 +49,7 @@ from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
 from topograd.geometry.factors import Batch, Outputs, each_batch
 from topograd.geometry.finite_share import Share, share_along
-from topograd.geometry.gram_sums import remembered
+from topograd.geometry.gram_sums import Remembered
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
 from topograd.geometry.jets import Jet
 from topograd.geometry.layer_fisher import SAMPLES, LayerFisher, read_layers
@@ -68,7 +68,7 @@ OnScan = Callable[[int, int], None]
 """(scans done, scans in all)."""
 Parts = dict[str, Tensor]
 WINDOWS = ((1e-3, 1e-1), (1e-2, 1e-1))
-"""The second where too little of the first is above rounding."""
+"""The second where fewer than `RATE_POINTS` of the first are above rounding."""
 POINTS = 6
 SCANNED = 1e9
 """Parameters times directions that are scanned."""
@@ -173,7 +173,7 @@ def read_checkpoint(
         generator=generator,
         on_factors=flat.take,
     )
-    candidates = flat.found
+    candidates = [flat.found[name] for name in inspection.layers if name in flat.found]
     places = {name: place for place, name in enumerate(inspection.layers)}
     n_beta = inspection.terms / math.log(max(inspection.terms, 3))
     known = softmax or loss == "squared-error" or isinstance(loss, SquaredError)
@@ -310,18 +310,20 @@ class _Scanner:
             except (RuntimeError, NotImplementedError) as problem:  # of torch, where a derivative is missing
                 self._has_jets = False
                 self._refused.append(f"no jets: {' '.join(str(problem).split())[:120]}")
-        return replace(reading, share=share, jet=jet)
+        kind = reading.kind
+        if reading.order is None and reading.fisher and jet is not None and jet.order is not None:
+            kind = "live" if jet.order == 1 else "dead"  # the crossover may lie below the window
+        return replace(reading, kind=kind, share=share, jet=jet)
 
     def _scan(
         self, layer: str, parts: Parts, held: Parts | None = None
     ) -> tuple[DirectionReading, Tensor | None]:
         """The reading of K along a direction, and the sketch of the change; None where there is none."""
         floor = self._probe.floor
-        for window in WINDOWS:
-            grid = log_grid(*window, POINTS)
-            values, change = self._probe.scan(parts, grid, held)
-            if sum(value > floor for value in values) >= RATE_POINTS:
-                break
+        grid, second = (log_grid(*window, POINTS) for window in WINDOWS)
+        if float(self._probe.curve(parts, grid[-RATE_POINTS, None], held).mean()) <= floor:
+            grid = second  # K rises: below this point there is nothing to read either
+        values, change = self._probe.scan(parts, grid, held)
         above = [(t, value) for t, value in zip(grid.tolist(), values, strict=True) if value > floor]
         moves = tuple(parts)
         if not above:
@@ -402,8 +404,8 @@ class _Candidates:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._aliases = dict(model.named_parameters(remove_duplicate=False))
         self._modules = dict(model.named_modules())
-        self._of_inputs = remembered(lambda A: flattest(A, SEVERAL))
-        self.found: list[Candidate] = []
+        self._of_inputs = Remembered(lambda A: flattest(A, SEVERAL))
+        self.found: dict[str, Candidate] = {}
 
     def take(self, layer: str, A: Factor, G: Factor | None, layout: tuple[str, Tensor] | None) -> None:
         """Read one layer."""
@@ -432,7 +434,7 @@ class _Candidates:
                 return {name: empty.index_copy_(0, places.flatten(), increment.flatten()).view(weight.shape)}
             return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
 
-        self.found.append(Candidate(layer, U, V, scale, flatness, increment))
+        self.found[layer] = Candidate(layer, U, V, scale, flatness, increment)
 
 
 def _along(factor: Factor, x: Tensor) -> float:

@@ -40,8 +40,8 @@ from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
 from topograd.geometry.heads import find_heads, is_transposed, linear_sides
 from topograd.geometry.paths import Replaced, as_double
+from topograd.geometry.powers import plain_operators, powered, powers_of
 from topograd.geometry.rates import fit_rate, log_grid
-from topograd.geometry.rules.powers import plain_operators, powered, powers_of
 from topograd.geometry.singular.terms import refuse_random
 
 WINDOWS = ((1e-5, 1e-3), (1e-7, 1e-5), (1e-3, 1e-1))

@@ -12,8 +12,9 @@ Limits. Whether two layers read the same tensor is seen by its identity and vers
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,14 +154,14 @@ class GramSums:
         return self._last[1]
 
 
-def remembered(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """The same function; of the argument that it had last it gives the result that it gave."""
-    last: list[Any] = []
+class Remembered(threading.local, Generic[T]):
+    """A function that, of the argument that it had last in this thread, gives the result that it gave."""
 
-    def again(x: Any) -> T:
-        if not last or last[0] is not x:
-            last[:] = [x, function(x)]
-        found: T = last[1]
-        return found
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+        self._last: tuple[Any, T] | None = None
 
-    return again
+    def __call__(self, x: Any) -> T:
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self._function(x)
+        return self._last[1]

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
+from topograd.geometry.cores import on_each_core
 from topograd.geometry.factors import Batch, Outputs, check_finite_factors, reduce_batches
-from topograd.geometry.gram_sums import remembered
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, loss_named
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
@@ -47,8 +47,12 @@ ROWS_PER_CHANNEL = 10
 SUMMED = 1024
 """Terms of a sum in float32 that makes a number of a row: it is off by √SUMMED roundings or so."""
 Factor = Tensor | Sketched
+Factors = tuple[str, Factor, Factor | None]
+"""A layer's name, A and G."""
 OnFactors = Callable[[str, Factor, Factor | None, tuple[str, Tensor] | None], None]
-"""Takes a layer, A and G, and of a rearranged weight the parameter and every entry's place (d_out, d_in)."""
+"""Takes a layer, A and G, and of a rearranged weight the parameter and every entry's place (d_out, d_in).
+
+Layers may come out of order, in several threads at once."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ def inspect(
     """Read a model on batches (inputs, targets), in its present mode; with no loss only its activations.
 
     `layers` are those of the stream, as in `StreamMonitor`; `outputs` and `generator` as in `kfac_factors`.
-    `on_factors` is given the factors of one layer after the other, which are whole at no other time.
+    `on_factors` is given the factors of few layers at a time, which are whole at no other.
     """
     refuse_quantised(model)
     notes: list[str] = []
@@ -156,15 +160,15 @@ def inspect(
         uncovered = {name: why for name, why in uncovered.items() if why != "no gradient reaches it"}
         names = list(sums.rows)
     resolution = _resolution(model)
-    spectra, factors = dict[str, LayerSpectra](), dict[str, tuple[Factor, Factor | None]]()
-    of_inputs = remembered(lambda A: spectrum(A, resolution))  # readers of the same tensors share one A
-    for name, A, G in _factors(names, sums, terms):
-        spectra[name] = LayerSpectra(of_inputs(A), None if G is None else spectrum(G, resolution))
+    factors: dict[str, tuple[Factor, Factor | None]] = {}
+
+    def take(name: str, A: Factor, G: Factor | None) -> None:
         if on_factors is None:
             factors[name] = A, G
         else:
             on_factors(name, A, G, tracer.layouts.get(name))
-    del sums
+
+    spectra = _spectra(_factors(names, sums, terms), resolution, take)
     norms = kernels.readings()
     if not norms:
         notes.append("no LayerNorm or RMSNorm was called as a module, so there is no kernel to read")
@@ -183,7 +187,7 @@ def inspect(
         layers=spectra,
         uncovered=uncovered,
         notes=tuple(notes),
-        factors=factors,
+        factors={name: factors[name] for name in spectra if name in factors},
     )
 
 
@@ -205,9 +209,34 @@ def refuse_quantised(model: nn.Module) -> None:
         )
 
 
-def _factors(
-    names: Iterable[str], sums: FactorSums, terms: int
-) -> Iterator[tuple[str, Factor, Factor | None]]:
+def _spectra(
+    every: Iterable[Factors], resolution: float, take: Callable[[str, Factor, Factor | None], None]
+) -> dict[str, LayerSpectra]:
+    """Of every layer, whose factors are then taken; those that share one A on one core."""
+
+    def read(layers: list[Factors]) -> dict[str, LayerSpectra]:
+        of_inputs, found = spectrum(layers[0][1], resolution), {}
+        for name, A, G in layers:
+            found[name] = LayerSpectra(of_inputs, None if G is None else spectrum(G, resolution))
+            take(name, A, G)
+        return found
+
+    return {name: one for found in on_each_core(read, _by_inputs(every)) for name, one in found.items()}
+
+
+def _by_inputs(every: Iterable[Factors]) -> Iterator[list[Factors]]:
+    """Layers that follow one another and share one A, together."""
+    layers: list[Factors] = []
+    for one in every:
+        if layers and layers[0][1] is not one[1]:
+            yield layers
+            layers = []
+        layers.append(one)
+    if layers:
+        yield layers
+
+
+def _factors(names: Iterable[str], sums: FactorSums, terms: int) -> Iterator[Factors]:
     """A and G of one layer after the other."""
     for name in names:
         A, G = sums.mean(name, "A", terms), sums.mean(name, "G", terms)

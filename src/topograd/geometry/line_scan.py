@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
 from topograd.geometry.host_copy import check_finite
-from topograd.geometry.jets import Jet, read_jet
+from topograd.geometry.jets import FixedMaps, Jet, read_jet
 from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence, each_divergence
 from topograd.geometry.replay import Replay
 
@@ -132,7 +132,7 @@ class Probe:
             moved = {name: self.parameters[name] + t.to(part) * part for name, part in parts.items()}
             return self._run.with_graph({**self.parameters, **moved})
 
-        with self._replay.behind(set(parts)):
+        with self._replay.behind(set(parts)), FixedMaps(self.parameters.values()):
             return read_jet(along, lambda c: float(self._centred(c).square().sum()) / 2, self.floor)
 
     def _sketch(self, after: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ Attention runs with torch's plain kernel, the only one with a forward-mode deriv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,8 +36,10 @@ from topograd.geometry.host_copy import check_finite, squared_norm
 from topograd.geometry.rates import Rate, fit_rate, log_grid
 
 Likelihood = Literal["squared-error", "cross-entropy"]
-EXP_TERMS = 19
-"""Of the series of e^a - 1 - a, for |a| < 1."""
+SERIES = 1e-18
+"""Of a²/2, where the series of e^a - 1 - a ends."""
+CHUNK = 1 << 16
+"""Outputs whose divergence is computed at once: they stay in the processor's cache."""
 VANISHES = 0.5
 """A directional Fisher with a smaller slope does not vanish."""
 WINDOW = (1e-3, 3e-2)
@@ -192,6 +195,12 @@ def each_divergence(before: Tensor, after: Tensor, likelihood: Likelihood) -> Te
     before, after = before.flatten(0, -2), after.flatten(0, -2)
     if likelihood == "squared-error":
         return (after - before).square().sum(-1) / 2
+    rows = max(1, CHUNK // before.shape[-1])
+    parts = zip(before.split(rows), after.split(rows), strict=True)
+    return torch.cat([_divergence_of_logits(one, other) for one, other in parts])
+
+
+def _divergence_of_logits(before: Tensor, after: Tensor) -> Tensor:
     before = before.log_softmax(-1)
     d = after.log_softmax(-1) - before
     return (before.exp() * excess_exp(d)).sum(-1)
@@ -199,11 +208,23 @@ def each_divergence(before: Tensor, after: Tensor, likelihood: Likelihood) -> Te
 
 def excess_exp(a: Tensor) -> Tensor:
     """e^a - 1 - a, to relative rounding: a²/2 where a is small."""
+    largest = float(a.abs().max()) if a.numel() else 0.0
     near = a.clamp(-1, 1)
     series = torch.zeros_like(a)
-    for j in range(EXP_TERMS, 1, -1):
-        series = (1 + series) * near / j
-    return torch.where(a.abs() < 1, series * near, torch.expm1(a) - a)
+    for j in range(_terms(min(largest, 1.0)), 1, -1):
+        series = series.add_(1).mul_(near).div_(j)
+    series.mul_(near)
+    return series if largest < 1 else torch.where(a.abs() < 1, series, torch.expm1(a) - a)
+
+
+def _terms(largest: float) -> int:
+    """The terms from a²/2 on of which those that are left out are below its rounding, up to the largest |a|.
+
+    >>> _terms(1.0), _terms(1e-3), _terms(0.0)
+    (19, 6, 2)
+    """
+    enough = (n for n in range(2, 20) if 2 * largest ** (n - 1) / math.factorial(n + 1) < SERIES)
+    return next(enough, 19)
 
 
 class Replaced:

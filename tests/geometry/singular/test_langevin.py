@@ -43,7 +43,7 @@ def test_weights_outside_of_a_mask_do_not_move() -> None:
             return super().losses(weights)
 
     mask = torch.tensor([[1.0, 0.0, 1.0, 0.0]]).double()
-    target = Watching(model, loss, [(x, y)], None, {"weight": mask})
+    target = Watching(model, loss, [(x, y)], None).within({"weight": mask})
     center = {"weight": model.weight.detach().clone()}
     steps: list[tuple[int, int]] = []
     settings = Langevin(step=1e-3, burn_in=2, draws=8, thin=2, chains=1)

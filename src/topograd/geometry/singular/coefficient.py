@@ -124,10 +124,24 @@ def learning_coefficient(
     >>> result.calibrated, abs(result.value - 1.5) < 0.5  # three regular weights count one half each
     (True, True)
     """
-    settings = Langevin() if settings is None else settings
     refuse_quantised(model)
     center = sampled_weights(model, weights)
-    target = Target(model, loss, list(each_batch(batches)), outputs, _checked(masks, center, settings))
+    target = Target(model, loss, list(each_batch(batches)), outputs)
+    return sample(target, center, settings or Langevin(), n_beta, masks=masks, seed=seed, on_step=on_step)
+
+
+def sample(
+    target: Target,
+    center: Weights,
+    settings: Langevin,
+    n_beta: float | None = None,
+    *,
+    masks: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+    on_step: OnStep | None = None,
+) -> LearningCoefficient:
+    """The same for weights of a target, which may have many parts."""
+    target = target.within(_checked(masks, center, settings))
     default = default_n_beta(target.terms)
     tempered = default if n_beta is None else n_beta
     if not 0 < tempered < math.inf:
@@ -173,12 +187,10 @@ def default_n_beta(terms: int) -> float:
     return terms / math.log(terms)
 
 
-def _checked(
-    masks: Mapping[str, Tensor] | None, center: Weights, settings: Langevin
-) -> Mapping[str, Tensor] | None:
+def _checked(masks: Mapping[str, Tensor] | None, center: Weights, settings: Langevin) -> Mapping[str, Tensor]:
     """Masks of sampled parameters, in their shape and type."""
     if not masks:
-        return None
+        return {}
     if settings.precondition != "none":
         raise GeometryError(setting="precondition", given=settings.precondition, allowed="none with masks")
     for name, mask in masks.items():

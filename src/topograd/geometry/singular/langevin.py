@@ -9,18 +9,23 @@ iteration finds at w* and where a short chain gets; M is the one that the chain 
 
 Chains of one layer compute only what is behind it: what the layers before return on a batch is stored.
 
-Symbols. H the curvature of batches by differences of gradients. Cost of the step: some 70 to 300 gradients.
+Symbols. H the curvature of batches by differences of gradients. Cost of the step: `SEARCHED` gradients where
+it is the first that is tried, as most are, and `TRIED` more for each other; with a preconditioner one of each
+batch.
 Source: Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics".
 Limits. As of `coefficient.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +50,11 @@ TRIALS = 12
 """Smaller steps that are tried."""
 WANDER = 40
 """Steps of the short chain that a step is tried with."""
+TRIED = WANDER + 1 + 2 * (TURNS // 3)
+"""Gradients that a step is tried with."""
+SEARCHED = 2 * TURNS + TRIED
+TIMED = 3
+"""Steps of which the median is taken."""
 SLACK = 1.5
 """By how much a step may pass what the short chain's end bears."""
 LOOK = 32
@@ -97,10 +107,9 @@ class Target:
         loss: str | OwnLoss,
         batches: list[Batch],
         outputs: Outputs | None,
-        masks: Mapping[str, Tensor] | None = None,
     ) -> None:
         refuse_random(model)
-        self.masks = masks or {}
+        self.masks: Mapping[str, Tensor] = {}
         """1 where a weight moves, 0 where it stays."""
         self._network = Replaced(model, outputs)
         self._loss = per_term(loss)
@@ -129,6 +138,12 @@ class Target:
             )
         self._shares = [size / self.terms for size in sizes]
         self._base = [part.mean() for part in first]
+
+    def within(self, masks: Mapping[str, Tensor]) -> Self:
+        """The same where only these entries move."""
+        found = copy.copy(self)
+        found.masks = masks
+        return found
 
     def _of(self, batch: Batch, weights: Weights) -> Tensor:
         inputs, targets = batch
@@ -328,7 +343,7 @@ def bearable_step(target: Target, center: Weights, tempered: float, settings: La
     At a singular w* the curvature may be 0 that a chain meets one step away.
     """
     noise, scale = Noise(seed), Preconditioner(settings.precondition, center)
-    for batch in target.batches:
+    for batch in target.batches if settings.precondition != "none" else ():
         scale.see(target.gradient(center, batch)[1], learn=True)
 
     def bearable(weights: Weights, turns: int) -> float:
@@ -344,6 +359,20 @@ def bearable_step(target: Target, center: Weights, tempered: float, settings: La
             break
         step = max(most, step / 4)
     return step
+
+
+def step_seconds(target: Target, center: Weights, settings: Langevin) -> float:
+    """Of one step of a chain, by the clock: the median of some, after one that is slower."""
+    noise, scale = Noise(0), Preconditioner(settings.precondition, center)
+    weights, seconds = center, []
+    for _ in range(1 + TIMED):
+        began = time.perf_counter()
+        _, gradient = target.gradient(weights, target.batches[0])
+        scale.see(gradient, learn=True)
+        weights, moved = _stepped(target, weights, center, gradient, 0.0, 1.0, 1e-12, noise, scale)
+        to_host([torch.stack([part.to(moved[0]) for part in moved])])  # a device is waited for
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
 
 
 def _sharpest(target: Target, weights: Weights, turns: int, noise: Noise, scale: Preconditioner) -> float:

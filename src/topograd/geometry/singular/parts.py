@@ -31,7 +31,7 @@ from topograd.geometry.factors import Batch, Outputs
 from topograd.geometry.heads import Head, find_heads, is_transposed
 from topograd.geometry.losses import OwnLoss
 from topograd.geometry.monitors.stream import find_layers
-from topograd.geometry.singular.coefficient import LearningCoefficient, default_n_beta, learning_coefficient
+from topograd.geometry.singular.coefficient import LearningCoefficient, default_n_beta, sample
 from topograd.geometry.singular.langevin import LARGEST_BIAS, Langevin, OnStep, Target, bearable_step
 from topograd.geometry.singular.terms import sampled_weights
 
@@ -72,23 +72,21 @@ def part_coefficients(
     on_step: OnStep | None = None,
 ) -> list[PartCoefficient]:
     """λ̂ of every part with the same γ, which is at least that of the settings."""
-    steps = [_step(model, loss, batches, part, settings, outputs) for part in parts]
-    curvatures = [4 * LARGEST_BIAS / step for step in steps]
+    target = Target(model, loss, list(batches), outputs)
+    n_beta = default_n_beta(target.terms)
+    curvatures = []
+    for part in parts:
+        center = sampled_weights(model, part.weights)
+        step = bearable_step(target.within(part.masks), center, n_beta, settings, 0)
+        curvatures.append(4 * LARGEST_BIAS / step)
     pull = max(settings.localization, shared_localization(max(curvatures), settings.burn_in))
     results = []
     for place, (part, curvature) in enumerate(zip(parts, curvatures, strict=True)):
         step = 4 * LARGEST_BIAS / (curvature - settings.localization + pull)
+        chosen = replace(settings, step=step, localization=pull)
+        center, on_more = sampled_weights(model, part.weights), _offset(on_step, place, len(parts))
         try:
-            found = learning_coefficient(
-                model,
-                loss,
-                batches,
-                replace(settings, step=step, localization=pull),
-                weights=part.weights,
-                masks=part.masks,
-                outputs=outputs,
-                on_step=_offset(on_step, place, len(parts)),
-            )
+            found = sample(target, center, chosen, masks=part.masks, on_step=on_more)
             results.append(PartCoefficient(part.name, found, pull, found.reason))
         except DivergenceError as problem:
             results.append(PartCoefficient(part.name, None, pull, str(problem)))
@@ -103,19 +101,6 @@ def shared_localization(curvature: float, burn_in: int) -> float:
     """
     share = min(ARRIVED / (4 * LARGEST_BIAS * max(burn_in, 1)), MOST_PULL)
     return curvature * share / (1 - share)
-
-
-def _step(
-    model: nn.Module,
-    loss: str | OwnLoss,
-    batches: Sequence[Batch],
-    part: Part,
-    settings: Langevin,
-    outputs: Outputs | None,
-) -> float:
-    target = Target(model, loss, list(batches), outputs, part.masks)
-    center = sampled_weights(model, part.weights)
-    return bearable_step(target, center, default_n_beta(target.terms), settings, 0)
 
 
 def _offset(on_step: OnStep | None, place: int, count: int) -> Callable[[int, int], None] | None:

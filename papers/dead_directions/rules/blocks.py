@@ -40,8 +40,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from topograd.errors import GeometryError
-from topograd.geometry.rules.architectures import (
+from papers.dead_directions.rules.architectures import (
     Architecture,
     Attention,
     Block,
@@ -50,7 +49,8 @@ from topograd.geometry.rules.architectures import (
     GatedStack,
     Mixer,
 )
-from topograd.geometry.rules.chains import DERIVED, PAPER, Prediction, predict_chain
+from papers.dead_directions.rules.chains import DERIVED, PAPER, Prediction, predict_chain
+from topograd.errors import GeometryError
 
 
 def predict(architecture: Architecture) -> tuple[Prediction, ...]:

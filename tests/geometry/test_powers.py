@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from raising import refused
 from topograd.errors import GeometryError
-from topograd.geometry.rules.powers import plain_operators, powered, powers_of
+from topograd.geometry.powers import plain_operators, powered, powers_of
 
 
 def some(*powers: float) -> Tensor:

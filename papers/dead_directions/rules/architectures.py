@@ -11,7 +11,7 @@ attention or of a gated MLP.
 Cost: none. Source: "Dead Directions: Geometric Singular Learning", §3 (approach), §9 and appendix A
 (departures).
 Limits. Not covered, GeometryError: gated skips, norms after the sum or on both sides of a branch, and two
-departures without a known joint rule. Any module at all: `powers.py`.
+departures without a known joint rule. Any module at all: `topograd.geometry.freeze_probe`.
 """
 
 from __future__ import annotations
