@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from papers.dead_directions.catalogue.networks import ACTIVATE, NORMS
-from papers.dead_directions.rules.architectures import Chain
-from papers.dead_directions.rules.blocks import predict
+from topograd.geometry.rules.architectures import Chain
+from topograd.geometry.rules.blocks import predict
 from papers.outcome import Asked, Result, ResultTable, Row
 from topograd.geometry.rates import Rate, fit_rate, local_slope
 from topograd.optim.conditioner import DDCMomentum, DDCMuon

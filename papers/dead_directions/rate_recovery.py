@@ -39,7 +39,7 @@ from torch import Tensor
 
 from papers.dead_directions.catalogue.cells import compare, tolerance
 from papers.dead_directions.catalogue.networks import trace_chain
-from papers.dead_directions.rules.architectures import Architecture, Chain
+from topograd.geometry.rules.architectures import Architecture, Chain
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.verdicts import Claim, above, within
 from topograd.geometry.rates import fit_rate, log_grid

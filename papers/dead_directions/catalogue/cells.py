@@ -24,7 +24,7 @@ from papers.dead_directions.catalogue.constants import (
 )
 from papers.dead_directions.catalogue.probing import Measurement, probe
 from papers.dead_directions.families.two_layer import relu_schur_fraction
-from papers.dead_directions.rules.architectures import (
+from topograd.geometry.rules.architectures import (
     ACTIVATIONS,
     Architecture,
     Attention,
@@ -34,8 +34,8 @@ from papers.dead_directions.rules.architectures import (
     GatedStack,
     Mixer,
 )
-from papers.dead_directions.rules.blocks import predict
-from papers.dead_directions.rules.chains import DERIVED, PAPER, Prediction
+from topograd.geometry.rules.blocks import predict
+from topograd.geometry.rules.chains import DERIVED, PAPER, Prediction
 from topograd.geometry.rates import LEAK
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from papers.dead_directions.catalogue.networks import dead_diagonal, layer_norm, normal, trace_chain
 from papers.dead_directions.catalogue.probing import dead_distance
-from papers.dead_directions.rules.architectures import Chain
+from topograd.geometry.rules.architectures import Chain
 from topograd.errors import GeometryError
 
 NODES = 100

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from papers.dead_directions.rules.architectures import Chain
-from papers.dead_directions.rules.chains import node
+from topograd.geometry.rules.architectures import Chain
+from topograd.geometry.rules.chains import node
 
 SPREAD = (0.7, 1.3)
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {

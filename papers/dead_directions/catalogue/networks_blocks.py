@@ -32,7 +32,7 @@ from papers.dead_directions.catalogue.networks import (
     live_block,
     normal,
 )
-from papers.dead_directions.rules.architectures import Attention, Composition, GatedStack, Mixer
+from topograd.geometry.rules.architectures import Attention, Composition, GatedStack, Mixer
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "reglu": torch.relu}
 

@@ -41,7 +41,7 @@ from papers.dead_directions.catalogue.networks_blocks import (
     trace_gated,
     trace_mixer,
 )
-from papers.dead_directions.rules.architectures import (
+from topograd.geometry.rules.architectures import (
     Architecture,
     Attention,
     Chain,
@@ -49,7 +49,7 @@ from papers.dead_directions.rules.architectures import (
     GatedStack,
     Mixer,
 )
-from papers.dead_directions.rules.blocks import predict
+from topograd.geometry.rules.blocks import predict
 from topograd.errors import GeometryError
 from topograd.geometry.rates import SPAN, UPPER, Noise, Rate, fit_rate, log_grid
 

@@ -20,6 +20,7 @@ from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.geometry.paths import OrderReading, Path, read_order
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
+from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
 from topograd.geometry.safe_directions import MapReading, adapter_directions, input_moments, read_maps
 from topograd.geometry.singular.coefficient import LearningCoefficient, learning_coefficient
 from topograd.geometry.singular.invariants import rlct, singular_fluctuation
@@ -27,12 +28,17 @@ from topograd.geometry.singular.langevin import Langevin
 
 __all__ = [
     "Alarm",
+    "Attention",
+    "Block",
+    "Chain",
     "CheckpointReading",
+    "Composition",
     "CrossEntropy",
     "DirectionReading",
     "EarlyWarning",
     "Eigenbasis",
     "Factors",
+    "GatedStack",
     "Guard",
     "Head",
     "Inspection",
@@ -41,6 +47,7 @@ __all__ = [
     "LayerFactors",
     "LearningCoefficient",
     "MapReading",
+    "Mixer",
     "OrderReading",
     "Path",
     "ProbedLayer",
@@ -64,6 +71,7 @@ __all__ = [
     "learning_coefficient",
     "local_slope",
     "log_grid",
+    "predict",
     "read_checkpoint",
     "read_maps",
     "read_order",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from papers.dead_directions import chain_rates as study
-from papers.dead_directions.rules.architectures import Chain
+from topograd.geometry.rules.architectures import Chain
 
 VARIATIONS = {variation.name: variation for variation in study.variations()}
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from papers.dead_directions import rate_recovery as study
 from papers.dead_directions.catalogue.networks import trace_chain
-from papers.dead_directions.rules.architectures import Chain
+from topograd.geometry.rules.architectures import Chain
 from papers.outcome import asked
 from papers.run import run_study
 

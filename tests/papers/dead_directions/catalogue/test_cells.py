@@ -7,7 +7,7 @@ import pytest
 from papers.dead_directions.catalogue import Cell, catalogue, cells, compare
 from papers.dead_directions.catalogue.cells import _cell, architectures, tolerance
 from papers.dead_directions.catalogue.probing import probe
-from papers.dead_directions.rules import Attention, Chain, GatedStack, predict
+from topograd.geometry.rules import Attention, Chain, GatedStack, predict
 
 
 def test_the_table_is_large_and_covers_every_rule() -> None:

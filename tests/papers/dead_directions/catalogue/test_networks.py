@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from papers.dead_directions.catalogue.networks import _frames, _weight, layer_norm, rms_norm, trace_chain
-from papers.dead_directions.rules import Chain
+from topograd.geometry.rules import Chain
 
 T = torch.tensor([1e-2, 0.3, 0.0], dtype=torch.float64)
 

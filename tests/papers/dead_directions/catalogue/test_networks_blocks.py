@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from papers.dead_directions.catalogue.networks import layer_norm
 from papers.dead_directions.catalogue.networks_blocks import Maps, attend, trace_attention
-from papers.dead_directions.rules import Attention
+from topograd.geometry.rules import Attention
 from raising import refused
 from topograd.errors import GeometryError
 

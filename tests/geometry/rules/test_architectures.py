@@ -2,7 +2,7 @@
 
 import pytest
 
-from papers.dead_directions.rules import Attention, Block, Chain, Composition, GatedStack, Mixer
+from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer
 from raising import refused
 from topograd.errors import GeometryError
 

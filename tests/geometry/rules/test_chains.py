@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from papers.dead_directions.rules import Chain, predict
-from papers.dead_directions.rules.chains import distances
+from topograd.geometry.rules import Chain, predict
+from topograd.geometry.rules.chains import distances
 
 
 def slopes(chain: Chain, kind: str) -> list[float | None]:

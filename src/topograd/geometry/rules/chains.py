@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from papers.dead_directions.rules.architectures import Chain
+from topograd.geometry.rules.architectures import Chain
 
 PAPER = "Dead Directions"
 DERIVED = "derived here"

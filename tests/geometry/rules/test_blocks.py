@@ -2,8 +2,8 @@
 
 import pytest
 
-from papers.dead_directions.rules import Attention, Block, Composition, GatedStack, Mixer, predict
-from papers.dead_directions.rules.blocks import amplitudes
+from topograd.geometry.rules import Attention, Block, Composition, GatedStack, Mixer, predict
+from topograd.geometry.rules.blocks import amplitudes
 from raising import refused
 from topograd.errors import GeometryError
 

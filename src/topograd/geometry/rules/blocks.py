@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from papers.dead_directions.rules.architectures import (
+from topograd.geometry.rules.architectures import (
     Architecture,
     Attention,
     Block,
@@ -49,7 +49,7 @@ from papers.dead_directions.rules.architectures import (
     GatedStack,
     Mixer,
 )
-from papers.dead_directions.rules.chains import DERIVED, PAPER, Prediction, predict_chain
+from topograd.geometry.rules.chains import DERIVED, PAPER, Prediction, predict_chain
 from topograd.errors import GeometryError
 
 

@@ -1,6 +1,6 @@
 """Predicted rates of described networks: the power of t at every node."""
 
-from papers.dead_directions.rules.architectures import (
+from topograd.geometry.rules.architectures import (
     Architecture,
     Attention,
     Block,
@@ -9,8 +9,8 @@ from papers.dead_directions.rules.architectures import (
     GatedStack,
     Mixer,
 )
-from papers.dead_directions.rules.blocks import predict
-from papers.dead_directions.rules.chains import Prediction
+from topograd.geometry.rules.blocks import predict
+from topograd.geometry.rules.chains import Prediction
 
 __all__ = [
     "Architecture",
