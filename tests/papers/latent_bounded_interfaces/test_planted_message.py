@@ -38,7 +38,7 @@ def test_without_a_message_the_label_is_out_of_sight() -> None:
 
 
 def made_up(**changed: float) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     values = {"dense": 1.0, "shallow": 2.0, "slow": 1.5, "fast": 1.9, "learned": 0.01, "blind": study.CHANCE}
     values |= {"heard": 0.2, "planted_heard": 3.0, "live": 0.9, "dead": 0.01} | changed
     for seed in range(3):
@@ -55,9 +55,17 @@ def made_up(**changed: float) -> list[dict[str, Any]]:
         ):
             for rate, ce, spread in ((study.SLOW, slow, values["live"]), (study.FAST, fast, values["dead"])):
                 heard = values["planted_heard"] if task == "planted" else values["heard"]
-                own = {"ce": ce + 1.1 * noise, "shuffled": ce + heard + 2 * noise}
-                own["spread"] = [0.5, spread + noise * rate]  # type: ignore[assignment]
-                rows.append({"task": task, "arm": "published", "rate": rate, "seed": seed} | own)
+                rows.append(
+                    {
+                        "task": task,
+                        "arm": "published",
+                        "rate": rate,
+                        "seed": seed,
+                        "ce": ce + 1.1 * noise,
+                        "shuffled": ce + heard + 2 * noise,
+                        "spread": [0.5, spread + noise * rate],
+                    }
+                )
     return rows
 
 
