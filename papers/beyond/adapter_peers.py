@@ -136,7 +136,8 @@ def _arms_on(model: str) -> list[Peer]:
 def _more(model: str, rows: Sequence[Row]) -> Iterator[str]:
     """What was chosen, and the specialist in its other readings."""
     for arm in ("ewc", "distil"):
-        chosen = next((row["factor"] for row in rows if row["arm"] == arm), None)
+        # A row has the λ that was chosen for it; SmolLM2's rows take the other model's.
+        chosen = next((row.get("factor", FACTORS[arm]) for row in rows if row["arm"] == arm), None)
         if chosen is not None:
             yield f"{model}: λ of {arm} is {chosen:g}."
     ours = [row for row in rows if row["arm"] == "specialist"]

@@ -117,3 +117,11 @@ def test_a_specialist_switched_off_is_the_model(small: study.PeerStudy) -> None:
     assert row["off"] == 0.0
     assert row["old"][-1] != row["old"][0]
     assert row["half"]["old"] != pytest.approx(sum(row["old"][-1]) / 2)
+
+
+def test_the_factor_is_named_where_it_was_not_chosen_anew() -> None:
+    rows = [{"arm": "ewc"}, {"arm": "distil", "factor": 4.0}]
+    assert list(study._more("smollm2", rows)) == [
+        f"smollm2: λ of ewc is {study.FACTORS['ewc']:g}.",
+        "smollm2: λ of distil is 4.",
+    ]
