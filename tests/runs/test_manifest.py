@@ -278,8 +278,8 @@ def test_a_run_of_version_01_is_adopted_as_it_is(copy: Run) -> None:
     ("content", "words"),
     [
         ("", "is damaged, it is not JSON"),
-        ("[]", "is damaged, it names no files of a run; restore it"),
-        ('{"format": "topograd-shards", "files": {}}', "is damaged, it names no files"),
+        ("[]", "is damaged or foreign; restore it"),
+        ('{"format": "topograd-shards", "files": {}}', "is damaged or foreign"),
         (
             '{"format": "topograd-run", "version": 9, "files": {}}',
             "has version 9; it must be 1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import tomllib
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -16,7 +15,7 @@ from topograd.cli.console import COMPLETE, HELP, Json, note, out, parse, print_j
 from topograd.cli.flags import flags_of
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
-from topograd.files import read_bytes
+from topograd.files import read_toml
 from topograd.limits import REPEATS, check_numbers
 from topograd.nn.config import EncoderConfig
 from topograd.parallel.settings import ParallelConfig, is_first_local_rank, wait_for_first_rank
@@ -140,7 +139,7 @@ def _read(argv: list[str]) -> Train:
 
 def _overlaid(argv: list[str], base: Train, file: Path) -> Train:
     """The file over the base and the flags over both; what fits only beside the flags is laid under them."""
-    values = read_config_file(file)
+    values = read_toml(file, ConfigError, "correct it, or give another to --config")
     try:
         settings = base.settings.overlaid(values)
     except TopogradError as error:
@@ -185,18 +184,6 @@ def _shaped_like(config: TrainConfig, model: str, small: bool, held: bool) -> Tr
     config = replace(config, model=base.model, tokenizer=base.tokenizer)
     config = replace(config, init=model, data=config.data or base.data)
     return tuning(config, small, held) if base.brings_tokenizer else config
-
-
-def read_config_file(file: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
-    try:
-        return tomllib.loads(read_bytes(file).decode())
-    except OSError as problem:
-        raise ConfigError(
-            f"--config {file} cannot be read ({problem.strerror})", remedy="give a TOML file"
-        ) from None
-    except ValueError as problem:  # of TOML or of UTF-8
-        raise ConfigError(f"--config {file} is no TOML ({problem})", remedy="correct it") from None
 
 
 def fresh_folder(name: str, config: TrainConfig) -> Path:

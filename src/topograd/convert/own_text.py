@@ -35,7 +35,7 @@ from torch import Tensor
 from topograd.convert.prompts import Prompts, Row
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.files import hold_lock, read_json, replacing, saving_tensors, write_json
+from topograd.files import hold_lock, read_table, replacing, saving_tensors, write_json
 from topograd.limits import SEED, check_numbers
 from topograd.runs.tensor_files import tensors_digest
 from topograd.runtime.protocol import device_of
@@ -99,14 +99,13 @@ class OwnText:
         if not file.is_file():
             remedy = "make some with: topograd retrofit RUN"
             raise RunError(f"{folder} holds no text of a model", remedy=remedy)
-        values = read_json(file)
+        remedy = f"delete {folder}"
+        values = read_table(file, FORMAT, VERSION, ("config", "weights"), RunError, remedy)
         try:
-            if values["format"] != FORMAT or values["version"] != VERSION:
-                raise ValueError("another format")
-            config, of = OwnTextConfig(**values["config"]), str(values["weights"])
-        except (KeyError, TypeError, ValueError) as problem:
-            raise RunError(f"{file} is damaged ({problem})", remedy=f"delete {folder}") from None
-        if of != weights:
+            config = OwnTextConfig(**values["config"])
+        except (TypeError, ValueError) as problem:
+            raise RunError(f"{file} is damaged ({problem})", remedy=remedy) from None
+        if values["weights"] != weights:
             message = f"{folder} holds the text of a model with other weights"
             raise RunError(message, remedy="give another folder")
         return cls(Path(folder), weights, config)
