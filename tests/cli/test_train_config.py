@@ -137,7 +137,7 @@ def test_file_and_flags_need_fit_only_together(
         ("[[topology.stages]]\nstrat = 0", "unknown setting topology.stages[0].strat"),
         ('keep = "many"', "setting keep is 'many'; it must be a whole number"),
         ("keep = 2.5", "setting keep is 2.5"),
-        ("[model]\nheads = 3", "does not split into 3 heads"),
+        ("[model]\nheads = 3", "it must be a multiple of twice the 3 heads"),
         ("model = 3", "model is 3; it must be a table"),
         ("[model]\nwindows = ['a']", "setting model.windows"),
         ("[topology]\ngraph = 'ring'", "setting topology.graph is 'ring'; it must be one of chain, forest"),

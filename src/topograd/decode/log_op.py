@@ -10,7 +10,8 @@ Log-OP of §6.5.8, eq. 11: a product within a branch, the mean across branches. 
 sum of the two, so then it is not.
 
 z_b (..., vocab) are a branch's logits, p_b = softmax(z_b), C the vocabulary. Log p_b and z_b differ by a
-constant per token that the normalisation takes away, so the code pools z_b. Cost: O(branches · tokens · vocab).
+constant per token that the normalisation takes away, so the code pools z_b. Cost: O(branches · tokens ·
+vocab).
 
 What sharpens ("Product of Experts" Theorem 2.4.4, which says "Log-OP" for both the mean and the product):
 - The mean minimises Σ_b w_b KL(r || p_b) over all r (weights that sum to 1); the least value is -log Z, and
