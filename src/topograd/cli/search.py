@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from topograd.cli.console import COMPLETE, HELP, Json, make_folder, note, parse_one_of, show
+from topograd.cli.console import Json, make_folder, note, parse_one_of, show
+from topograd.cli.flags import resumes
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.runs.config import TrainConfig, preset
@@ -275,7 +276,7 @@ _WAYS: dict[str, type[Dp | Soft | Surgery | Pareto | Choose]] = {
 
 def run(argv: list[str]) -> int:
     """Search in one way and return the exit code."""
-    _check_resumed(argv)
+    resumes(argv)
     args = parse_one_of(_WAYS, argv, "search")
     from topograd.cli import search_tables as tables
 
@@ -293,18 +294,6 @@ def run(argv: list[str]) -> int:
             answer, table = _choose(args), tables.choice_table
     show(args.json, answer, table)
     return code
-
-
-def _check_resumed(argv: list[str]) -> None:
-    """Refuse settings for a run that has its own."""
-    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    if "--resume" in flags:
-        foreign = next((flag for flag in flags if flag not in ("--resume", "--json", *HELP, COMPLETE)), None)
-        if foreign is not None:
-            raise ConfigError(
-                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with",
-                remedy="leave it out, or start another run",
-            )
 
 
 def _dp(args: Dp) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from topograd.cli.console import COMPLETE, HELP, Json, note, out, parse, print_json
-from topograd.cli.flags import flags_of
+from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.flags import flags_of, resumes
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
 from topograd.files import read_toml
@@ -23,8 +23,6 @@ from topograd.runs.config import TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
     from topograd.training.runs import RunTrainer
-
-_WITH_RESUME = ("--resume", "--from", "--stop-after", "--parallel", "--json", *HELP, COMPLETE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +108,7 @@ def _read(argv: list[str]) -> Train:
     first.add_argument("--lora-directions", "--lora_directions", nargs="?")
     known = first.parse_known_args(argv)[0]
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    if "--resume" in flags:
-        foreign = next((flag for flag in flags if flag not in _WITH_RESUME), None)
-        if foreign is not None:
-            raise ConfigError(
-                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with",
-                remedy="leave it out, or start another run",
-            )
-    elif "--from" in flags:
+    if not resumes(argv, "--from", "--stop-after", "--parallel") and "--from" in flags:
         raise ConfigError("--from names a checkpoint of the run to --resume", remedy="give that run too")
     if known.task == "images":
         args, settings = read_image_flags(argv)

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from topograd.errors import ConfigError, RunError
-from topograd.files import saving_tensors, sync
+from topograd.files import replacing, saving_tensors
 from topograd.runs.tensor_files import tensors_digest
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
@@ -130,12 +130,9 @@ def save_weights(file: Path, made: dict[str, Quantized], precision: Precision, w
         tensors |= {f"{name}:codes": packed.codes, f"{name}:scales": packed.scales}
         if packed.offsets is not None:
             tensors[f"{name}:offsets"] = packed.offsets
-    part = file.with_name(f".{file.name}.part")  # one that a kill left is overwritten
-    with saving_tensors(part):
-        about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
-        save_file(tensors, part, metadata=about)
-    sync(part)
-    part.replace(file)
+    about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
+    with replacing(file) as temporary, saving_tensors(file):
+        save_file(tensors, temporary, metadata=about)
 
 
 def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Quantized]:
