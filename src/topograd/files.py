@@ -62,6 +62,18 @@ def saving_tensors(path: Path) -> Iterator[None]:
         raise OSError(errno.EIO, str(problem), str(path)) from None
 
 
+@contextlib.contextmanager
+def reading_tensors(path: Path, error: type[TopogradError], remedy: str = "restore it") -> Iterator[None]:
+    """A safetensors file that is missing or damaged raises `error`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{path} cannot be read ({reason})", setting="path", given=path, remedy=remedy) from None
+
+
 def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
     """Lock an open file until it is closed or the process ends; False if another process has it.
 

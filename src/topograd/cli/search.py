@@ -3,7 +3,6 @@ among runs that are trained."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ import tyro
 from topograd.cli.console import Json, make_folder, note, parse_one_of, show
 from topograd.cli.flags import resumes
 from topograd.errors import ConfigError
+from topograd.files import read_json
 from topograd.limits import BYTES, DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
@@ -303,21 +303,12 @@ def _dp(args: Dp) -> dict[str, Any]:
     if args.costs is not None:
         assert args.layers is not None
         stage_counts(args.layers, **request)
-        layers, costs = args.layers, parse_costs(_read_costs(args.costs), args.layers)
+        layers, costs = args.layers, parse_costs(read_json(args.costs, ConfigError), args.layers)
         more: dict[str, Any] = {}
     else:
         layers, costs, more = _probed(args, request)
     found = best_partition(costs, layers, **request)
     return {"partition": list(found.composition.parts), "cost": found.cost, **more}
-
-
-def _read_costs(file: Path) -> object:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(f"{file} cannot be read ({problem.strerror})", remedy="give a JSON file") from None
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{file} is not JSON ({problem})", remedy='write {"0,1": 2.5, ...}') from None
 
 
 def _probed(args: Dp, request: Mapping[str, Any]) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:

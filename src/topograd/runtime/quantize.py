@@ -27,11 +27,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from topograd.errors import ConfigError, RunError
-from topograd.files import replacing, saving_tensors
+from topograd.files import reading_tensors, replacing, saving_tensors
 from topograd.runs.tensor_files import tensors_digest
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
@@ -140,7 +140,7 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
     again = (
         f"delete it, or make it again with: topograd eval {file.parent} --weights {precision} --keep-weights"
     )
-    try:
+    with reading_tensors(file, RunError, again):
         if not file.is_file():  # of a pipe, opening would wait for a writer
             raise OSError("it is not a regular file")
         with safe_open(file, "numpy") as opened:
@@ -152,8 +152,6 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         if known.get("sha256") != _digest(tensors):
             raise OSError("its SHA-256 is not the recorded one")
-    except (SafetensorError, OSError) as problem:
-        raise RunError(f"{file} is damaged ({problem})", setting="file", given=file, remedy=again) from None
     return {
         name: Quantized(
             _BITS[precision],
