@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from papers.export_run import export
 from topograd import files
 from topograd.data import BPETokenizer, load_tokenizer
 from topograd.errors import CheckpointError, RunError
 from topograd.runs import manifest
 from topograd.runs.checkpoint import digest
 from topograd.runs.config import TrainConfig
-from topograd.runs.export import export
 from topograd.runs.folder import Run
 from topograd.runs.manifest import Manifest
 from topograd.runs.session import open_session
