@@ -25,6 +25,7 @@ from typing import Any
 
 from topograd.errors import RunError
 from topograd.files import read_table, read_toml, sha256, write_atomic, write_json
+from topograd.reading import flat_settings
 
 NAME = "manifest.json"
 FORMAT = "topograd-run"
@@ -130,15 +131,3 @@ def _difference(before: Any, path: Path) -> str:
             then = f"was {was[name]!r}" if name in was else "was not there"
             return f"{name} {now_} and {then}: "
     return ""
-
-
-def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one table with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        flat |= (
-            flat_settings(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{name}": value}
-        )
-    return flat
