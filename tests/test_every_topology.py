@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 import topograd as tg
+from papers.export_run import export
 from tests.oracles.decoding import moved
 from topograd.cli.main import main
 from topograd.decode.calibration import measure, tune
 from topograd.decode.strategies import FixedDepth, generate_batch
-from topograd.runs.export import export
 from topograd.runs.session import heldout_text, open_session
 from topograd.topology.dag import EMBEDDING, Edge, Stage
 

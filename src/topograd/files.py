@@ -1,7 +1,7 @@
 """Atomic file operations: a file is the old one or the new one, even after a kill.
 
 JSON here is Python's dialect: NaN and Infinity are written as such and read back, since a diverged run's
-numbers are worth keeping. TOML is written by `dump_toml` and read by the standard library's `tomllib`.
+numbers are worth keeping. TOML is written by `dump_toml` and read by `read_toml`.
 
 Windows differs in three places, all here: a folder cannot be synced, a file is synced by a handle that may
 write, and locks are of the first byte, never shared. Tests run on Linux, with Windows imitated.
@@ -16,6 +16,7 @@ import re
 import secrets
 import stat
 import sys
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,18 @@ def saving_tensors(path: Path) -> Iterator[None]:
         yield
     except SafetensorError as problem:
         raise OSError(errno.EIO, str(problem), str(path)) from None
+
+
+@contextlib.contextmanager
+def reading_tensors(path: Path, error: type[TopogradError], remedy: str = "restore it") -> Iterator[None]:
+    """A safetensors file that is missing or damaged raises `error`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{path} cannot be read ({reason})", setting="path", given=path, remedy=remedy) from None
 
 
 def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
@@ -179,6 +192,19 @@ def read_json(path: Path, error: type[TopogradError] = RunError) -> Any:
         raise error(text, setting="path", given=path, remedy=remedy) from None
 
 
+def read_toml(
+    path: Path, error: type[TopogradError] = RunError, remedy: str = "restore it"
+) -> dict[str, Any]:
+    """The tables of a TOML file. One that is missing or damaged raises `error`."""
+    try:
+        return tomllib.loads(read_bytes(path).decode())
+    except OSError as problem:
+        text = f"{path} cannot be read ({problem.strerror})"
+    except ValueError as problem:  # of TOML or of UTF-8
+        text = f"{path} is damaged, it is not TOML ({problem})"
+    raise error(text, setting="path", given=path, remedy=remedy)
+
+
 def read_table(
     path: Path, form: str, version: int, keys: Collection[str], error: type[TopogradError], remedy: str
 ) -> dict[str, Any]:
@@ -189,7 +215,7 @@ def read_table(
     if table.get("version") != version:
         given = table.get("version")
         problem = f"{path} has version {given!r}"
-        raise error(problem, setting="version", given=given, allowed=f"{version}")
+        raise error(problem, setting="version", given=given, allowed=f"{version}", remedy=remedy)
     return table
 
 

@@ -94,3 +94,12 @@ def _phrase(hint: Any) -> str:
         inner = {_phrase(kind) for kind in get_args(hint) if kind is not Ellipsis}
         return "a list, each " + " or ".join(sorted(inner))
     return "a table" if is_dataclass(hint) else _PHRASES.get(hint, str(hint))
+
+
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one table with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        inside = isinstance(value, Mapping)
+        flat |= flat_settings(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return flat

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from topograd.cli.inspect_series import _show
+from topograd.cli.inspect_series import show_series
 
 
 def test_checkpoints_on_one_axis(
@@ -31,7 +31,7 @@ def test_checkpoints_on_one_axis(
     assert any("a phase needs 5" in why for why in found["refused"])
     assert found["page"] == str(folder / "geometry-series.html")
     assert "<svg" in (folder / "geometry-series.html").read_text()
-    _show(found)
+    show_series(found)
     assert "phase undecided" in capfd.readouterr().out
 
 

@@ -162,7 +162,7 @@ def test_surgery_is_a_run(corpus: Path, call: Any, tmp_path: Path, monkeypatch: 
     ("words", "why"),
     [
         ("soft --stages 5", "5 stages need 5 layers"),
-        ("soft --layers 4 --heads 3", "does not split into 3 heads"),
+        ("soft --layers 4 --heads 3", "it must be a multiple of twice the 3 heads"),
         ("soft --seed 9223372036854775808", "--seed is 9223372036854775808; it must be below 2^63"),
         ("soft --seed -1", "--seed is -1; it must be at least 0"),
         ("soft --eval-bytes 0", "--eval-bytes is 0; it must be at least 1"),

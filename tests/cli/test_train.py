@@ -171,7 +171,7 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
         ("tiny", "Unrecognized options: tiny"),
         ("--partition 3,3", "partition 3,3 has 6 layers and the model has 2; give parts that add up to 2"),
         ("--partition 1,one", "part 2 is 'one'"),
-        ("--model.width 15", "width 15 does not split into 2 heads"),
+        ("--model.width 15", "it must be a multiple of twice the 2 heads"),
         ("--model.mlp-ratio nan", "--model.mlp-ratio is 'nan'; it must be a finite number"),
         ("--optimizer.betas 2 0.5", "--optimizer.betas is (2.0, 0.5)"),
         ("--optimizer.lr-matrix -1", "--optimizer.lr-matrix is -1.0"),

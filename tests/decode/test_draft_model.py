@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding import written
-from topograd.decode.draft_model import ModelDrafter, common_prefix
+from topograd.decode.draft_model import ModelDrafter
 from topograd.decode.drafters import CompositeDrafter, DraftRule
 from topograd.decode.engine import Engine
+from topograd.decode.sequence import common_prefix
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.nn.gpt import GPT

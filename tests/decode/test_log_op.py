@@ -1,4 +1,4 @@
-"""Pooling in log space: values, what the mean promises, what only the product does, and confidence."""
+"""Pooling in log space: values, what the mean promises, and what only the product does."""
 
 import itertools
 import math
@@ -10,15 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raising import refused
-from topograd.decode.log_op import Confidence, compose, confidence, product, shrunk
-from topograd.errors import ConfigError, DivergenceError
+from topograd.decode.log_op import compose
+from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
-from topograd.nn.pooling import shrinkage_weight
+from topograd.nn.pooling import pool, shrinkage_weight
 from topograd.nn.transformer.parts import norm
 from topograd.topology.branches import branches, parse_branches
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+
+
+def product(logits: list[Tensor], weights: list[float]) -> Tensor:
+    return pool(logits, weights).log_softmax(-1)
+
+
+def shrunk(logits: list[Tensor]) -> Tensor:
+    return pool(logits, "shrinkage").log_softmax(-1)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -222,7 +230,7 @@ def test_branches_of_a_model_composed(model: GPT) -> None:
     close(compose(logits, list(weights.values())), expected)
 
 
-# Confidence.
+# Margins.
 
 WASHINGTON, W, MASON, BUSH = range(4)
 STAGE_4 = torch.tensor([9.81, 7.50, 6.10, 6.80], dtype=torch.float64)
@@ -248,71 +256,21 @@ def test_the_papers_sweep_of_weights_is_one_linear_family(
 
     The table is rounded to 0.1, and so are the logits that can be solved from it.
     """
-    read = confidence(compose([STAGE_4, STAGE_5], weights))
-    assert (read.token, read.runner_up) == (WASHINGTON, runner_up)
-    assert read.margin == pytest.approx(margin, abs=0.1)
+    best = compose([STAGE_4, STAGE_5], weights).topk(2)
+    assert best.indices.tolist() == [WASHINGTON, runner_up]
+    assert float(best.values[0] - best.values[1]) == pytest.approx(margin, abs=0.1)
 
 
-def test_confidence_by_hand() -> None:
-    read = confidence(log_of(0.1, 0.6, 0.3) + 5)
-    assert (read.token, read.runner_up) == (1, 2)
-    assert read.probability == pytest.approx(0.6, abs=1e-14)
-    assert read.margin == pytest.approx(math.log(2), abs=1e-14)
-    expected = -sum(p * math.log(p) for p in (0.1, 0.6, 0.3))
-    assert read.entropy == pytest.approx(expected, abs=1e-14)
-
-
-def test_confidence_of_the_sure_and_of_the_undecided() -> None:
-    sure = confidence(torch.tensor([-math.inf, 0.0, -math.inf]))
-    assert sure == Confidence(token=1, probability=1.0, margin=math.inf, runner_up=0, entropy=0.0)
-    tie = confidence(torch.zeros(4))
-    assert tie.token != tie.runner_up
-    assert tie.margin == 0
-    assert tie.entropy == pytest.approx(math.log(4))
-
-
-def test_confidence_takes_the_token_that_argmax_takes() -> None:
-    z = torch.zeros(50)
-    z[torch.tensor([20, 31])] = 1.0
-    read = confidence(z)
-    assert read.token == int(z.argmax())
-    assert {read.token, read.runner_up} == {20, 31}
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (2, 5)], ids=str)
-def test_confidence_is_of_one_token(shape: tuple[int, ...]) -> None:
-    with refused(ConfigError, setting="logits"):
-        confidence(torch.zeros(shape))
-
-
-def test_confidence_of_nothing() -> None:
-    with refused(DivergenceError, setting="logits"):
-        confidence(torch.tensor([0.0, math.nan]))
-
-
-@pytest.mark.parametrize("pooled", [compose, product], ids=["compose", "product"])
 @pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ([1, 1], "2 weights for 3 branches"),
-        ([1, -1, 1], r"weights \[1, -1, 1\] cannot be used"),
-        ([0, 0, 0], "one of them positive"),
-        ([1, math.nan, 1], "cannot be used"),
-        ([1, math.inf, 1], "cannot be used"),
-    ],
+    "weights",
+    [[1, 1], [1, -1, 1], [0, 0, 0], [1, math.nan, 1], [1, math.inf, 1]],
     ids=["few", "negative", "zero", "nan", "infinite"],
 )
-def test_bad_weights(
-    logits: list[Tensor],
-    pooled: Callable[[list[Tensor], list[float]], Tensor],
-    weights: list[float],
-    words: str,
-) -> None:
+def test_bad_weights(logits: list[Tensor], weights: list[float]) -> None:
     with refused(ConfigError, setting="weights"):
-        pooled(logits, weights)
+        compose(logits, weights)
 
 
-def test_nothing_to_pool(logits: list[Tensor]) -> None:
-    for empty in (lambda: compose([], []), lambda: product([], []), lambda: shrunk([])):
-        with refused(ConfigError, setting="logits"):
-            empty()
+def test_nothing_to_pool() -> None:
+    with refused(ConfigError, setting="logits"):
+        compose([], [])

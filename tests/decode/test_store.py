@@ -238,6 +238,8 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no entries": changed("entries", None),
     "entries as a list": changed("entries", []),
     "a stage too few": changed("calibration.agreement", [0.5, 1.0]),
+    "a threshold too few": changed("calibration.flip_thresholds", {"0.0002": [1, 2]}),
+    "no whole step": changed("tuning.greedy.steps", 1.5),
     "no tuning": changed("tuning", None),
     "a tuning of text": changed("tuning", "fast"),
     "nothing for greedy text": changed("tuning.greedy", None),

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from papers.export_run import export
 from topograd import files
 from topograd.data import BPETokenizer, load_tokenizer
 from topograd.errors import CheckpointError, RunError
 from topograd.runs import manifest
 from topograd.runs.checkpoint import digest
 from topograd.runs.config import TrainConfig
-from topograd.runs.export import export
 from topograd.runs.folder import Run
 from topograd.runs.manifest import Manifest
 from topograd.runs.session import open_session
@@ -278,8 +278,8 @@ def test_a_run_of_version_01_is_adopted_as_it_is(copy: Run) -> None:
     ("content", "words"),
     [
         ("", "is damaged, it is not JSON"),
-        ("[]", "is damaged, it names no files of a run; restore it"),
-        ('{"format": "topograd-shards", "files": {}}', "is damaged, it names no files"),
+        ("[]", "is damaged or foreign; restore it"),
+        ('{"format": "topograd-shards", "files": {}}', "is damaged or foreign"),
         (
             '{"format": "topograd-run", "version": 9, "files": {}}',
             "has version 9; it must be 1",

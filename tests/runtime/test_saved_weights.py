@@ -44,7 +44,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with refused(RunError, setting="weights"):
         load_weights(file, "int8", "b")
     file.write_bytes(b"nothing")
-    with refused(RunError, setting="file"):
+    with refused(RunError, setting="path"):
         load_weights(file, "int8", "a")
 
 
@@ -54,5 +54,5 @@ def test_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with refused(RunError, setting="file"):
+    with refused(RunError, setting="path"):
         load_weights(file, "int8", "a")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.table import Table
@@ -27,9 +27,6 @@ from topograd.decode.settings import DecodeSettings
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
 from topograd.serve.settings import ServeSettings
-
-if TYPE_CHECKING:
-    from topograd.runs.session import LoadedTextRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +63,18 @@ def run(argv: list[str]) -> int:
     args = parse_one_of(_KINDS, argv, "bench", others=_SCRIPTS)
     from topograd.convert.model_argument import resolve_model
     from topograd.decode.benchmark import bench_decode
+    from topograd.decode.depths import engine_of
     from topograd.runs.session import open_session
+    from topograd.serve.benchmark import bench_serve
 
     session = open_session(resolve_model(args.model or REFERENCE))
     note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
-    if isinstance(args, Serve):
-        return _serve(session, args)
-    results = bench_decode(session, args.settings, args.runtime, args.weights)
-    show(args.json, results, decode_table, curve_table)
-    return 0
-
-
-def _serve(session: LoadedTextRun, args: Serve) -> int:
-    from topograd.decode.depths import engine_of
-    from topograd.serve.benchmark import bench_serve
-
-    results = bench_serve(session, engine_of(session, args.runtime, args.weights), args.settings)
-    show(args.json, results, serve_table)
+    if isinstance(args, Decode):
+        results = bench_decode(session, args.settings, args.runtime, args.weights)
+        show(args.json, results, decode_table, curve_table)
+    else:
+        engine = engine_of(session, args.runtime, args.weights)
+        show(args.json, bench_serve(session, engine, args.settings), serve_table)
     return 0
 
 

@@ -24,6 +24,7 @@ from topograd.cli.console import (
     parse,
     show,
 )
+from topograd.cli.results import accuracy_text
 from topograd.errors import DataError, RunError
 from topograd.limits import BYTES, check_numbers
 
@@ -181,14 +182,14 @@ def _transitions(results: dict[str, Any]) -> Table:
     table = grid("How far a transition moves the logits", "stages", "p99 |Δ|", "max |Δ|", "top-1 changes")
     for row in rows:
         name = f"{row['from']} → {row['to']}"
-        table.add_row(name, number(row["p99"], 2), number(row["max"], 2), _percent(row["change_rate"]))
+        table.add_row(name, number(row["p99"], 2), number(row["max"], 2), accuracy_text(row["change_rate"]))
     return table
 
 
 def _exits(results: dict[str, Any]) -> Table:
     table = grid("Each exit against the last stage", "stage", "p99 gain", "max gain", "top-1 agrees")
     for row, agreed in zip(results["rival_gain"], results["agreement"][:-1], strict=True):
-        table.add_row(str(row["stage"]), number(row["p99"], 2), number(row["max"], 2), _percent(agreed))
+        table.add_row(str(row["stage"]), number(row["p99"], 2), number(row["max"], 2), accuracy_text(agreed))
     return table
 
 
@@ -200,7 +201,7 @@ def _rules(results: dict[str, Any]) -> Table:
     for row in rows:
         limits = " ".join(f"{number(limit, 2):>5}" for limit in row["thresholds"])
         shares = " ".join(f"{100 * share:5.1f}" for share in row["exits"])
-        table.add_row(f"{row['rule']}:{row['number']:g}", limits, _percent(row["agreement"]), shares)
+        table.add_row(f"{row['rule']}:{row['number']:g}", limits, accuracy_text(row["agreement"]), shares)
     return table
 
 
@@ -224,7 +225,3 @@ def _drafts(results: dict[str, Any]) -> str:
         f"Drafts: by {' and '.join(tuning['greedy']['drafters'])}, where they pay; "
         f"{tuning['predicted_speedup']:.2f} times full depth is predicted."
     )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"

@@ -212,6 +212,22 @@ def number(value: object, digits: int = 4) -> str:
     return DASH
 
 
+def figure(value: object) -> str:
+    """A reading of any kind in words: numbers with four digits, lists with commas, tables by their names."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {figure(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(figure, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else DASH if value is None else str(value)
+
+
+def written(parts: Iterable[int]) -> str:
+    """A partition or its boundaries, as a flag takes them: 2,2,2."""
+    return ",".join(map(str, parts)) or "none"
+
+
 def percent(value: object) -> str:
     """A signed percentage, or a dash."""
     return f"{value:+.2f} %" if isinstance(value, int | float) and math.isfinite(value) else DASH

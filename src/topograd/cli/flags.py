@@ -302,6 +302,18 @@ def name_flag(error: TopogradError, flags: Mapping[str, Flag], argv: Sequence[st
         error.setting = names[0]
 
 
+def resumes(argv: Sequence[str], *beside: str) -> bool:
+    """Whether a run is resumed; ConfigError for a flag that is not one of those that go `beside` --resume."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    known = ("--resume", "--json", *HELP, COMPLETE, *beside)
+    if "--resume" in flags and (foreign := [flag for flag in flags if flag not in known]):
+        raise ConfigError(
+            f"{foreign[0]} cannot be given with --resume: a run keeps the settings that it began with",
+            remedy="leave it out, or start another run",
+        )
+    return "--resume" in flags
+
+
 def help_text(kind: type, command: str, default: Any = None, everything: bool = True) -> str:
     """The help of a command: its usage, its docstring, every flag; by parts where settings are nested.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -50,12 +50,26 @@ class Inspect:
 def run(argv: list[str]) -> int:
     """Inspect, write the page, print, return the exit code."""
     args = parse(Inspect, argv, "inspect")
-    if args.series is not None:
-        from topograd.cli.inspect_series import run_series
-
-        return run_series(args)
-    assert args.model is not None, "the settings were checked"
     began = time.perf_counter()
+    if args.series is not None:
+        from topograd.cli.inspect_series import read_series, show_series
+        from topograd.report.geometry_series import write_series as write  # matplotlib
+
+        results, page = read_series(args, args.series), args.series / "geometry-series.html"
+        table: Callable[[Any], None] = show_series
+    else:
+        from topograd.report.geometry import write_geometry as write
+
+        (results, page), table = _inspected(args), _show
+    results["seconds"] = time.perf_counter() - began
+    results["page"] = str(write(args.out or page, results))
+    show(args.json, results, table)
+    return 0
+
+
+def _inspected(args: Inspect) -> tuple[dict[str, Any], Path]:
+    """All that is read of one model, as JSON holds it, and where its page goes by default."""
+    assert args.model is not None, "the settings were checked"
     import torch
 
     from topograd.cli.probe_model import hugging_face_probe, is_hugging_face, run_probe
@@ -69,8 +83,6 @@ def run(argv: list[str]) -> int:
     if not theirs:  # transformers opens more models than can be converted
         folder = resolve_model(folder)
     with work_progress(f"reading {args.model}: batches, then directions") as on_more:
-        from topograd.report.geometry import write_geometry  # matplotlib
-
         if theirs:
             probe = hugging_face_probe(folder, args.text, args.device, args.dtype, labelled=False)
             page = Path(f"{source_name(folder.resolve())}-geometry.html")
@@ -88,11 +100,7 @@ def run(argv: list[str]) -> int:
         )
     about: dict[str, Any] = {"kind": probe.kind, "step": probe.step, "text": probe.text}
     about |= {"fresh": list(probe.fresh)} if theirs else {}
-    results = {"model": str(args.model), **about, **found.as_dict()}
-    results["seconds"] = time.perf_counter() - began
-    results["page"] = str(write_geometry(args.out or page, results))
-    show(args.json, results, _show)
-    return 0
+    return {"model": str(args.model), **about, **found.as_dict()}, page
 
 
 def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:

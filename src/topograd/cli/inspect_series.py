@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from topograd.cli.console import note, number, out, printed, show
+from topograd.cli.console import note, number, out, printed
 from topograd.cli.progress import work_progress
 from topograd.errors import RunError
 
@@ -21,31 +20,10 @@ if TYPE_CHECKING:
     from topograd.cli.inspect import Inspect
     from topograd.cli.probe_model import ProbeModel
 
+Checkpoints = list[tuple[int, Callable[[], "ProbeModel"]]]
+"""The step of each checkpoint, where its folder's name has it, and how to open it."""
 MAX_BATCHES = 6
 """Of the probe: each checkpoint is read on the same."""
-
-
-def run_series(args: Inspect) -> int:
-    """Read every checkpoint, write the page, print, return the exit code."""
-    assert args.series is not None, "the settings were checked"
-    began = time.perf_counter()
-    results = read_series(args, args.series)
-    results["seconds"] = time.perf_counter() - began
-    from topograd.report.geometry_series import write_series  # matplotlib
-
-    results["page"] = str(write_series(args.out or args.series / "geometry-series.html", results))
-    show(args.json, results, _show)
-    return 0
-
-
-@dataclass(frozen=True)
-class Opened:
-    """One checkpoint, on the device and in the type that were asked for."""
-
-    step: int
-    probe: ProbeModel
-    fresh: Callable[[], nn.Module]
-    """A random model of its shape."""
 
 
 def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
@@ -57,15 +35,14 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
     checkpoints = _own_checkpoints(args, folder) if own else _hugging_face_checkpoints(args, folder)
     points, reader, random, text = [], None, None, ""
     with work_progress(f"reading {folder}: checkpoints") as on_more:
-        for done, opened in enumerate(checkpoints):
+        for done, (step, opened) in enumerate(checkpoints):
             on_more(done, len(checkpoints))
-            one = opened()
+            probe = opened()
             if reader is None:
-                probe = one.probe
                 reader = SeriesReader(probe.batches[:MAX_BATCHES], probe.outputs, SAMPLING)
-                random = SeriesReader(reader.batches, probe.outputs, None).read(one.fresh(), 0)
+                random = SeriesReader(reader.batches, probe.outputs, None).read(_fresh(args, probe), 0)
                 text = probe.text
-            points.append(reader.read(one.probe.model, one.step))
+            points.append(reader.read(probe.model, step if probe.step is None else probe.step))
             on_more(done + 1, len(checkpoints))
     assert reader is not None
     assert random is not None
@@ -86,8 +63,9 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
     }
 
 
-def _own_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
-    """How to open each checkpoint of a run."""
+def _own_checkpoints(args: Inspect, folder: Path) -> Checkpoints:
+    """How to open each checkpoint of a run, which knows its step."""
+    from topograd.cli.probe_model import run_probe
     from topograd.runs.folder import Run
 
     names = Run.open(folder).store.names()
@@ -95,30 +73,12 @@ def _own_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
         raise RunError(
             f"{folder} has no checkpoints", remedy="train it, with keep and checkpoint_every for a series"
         )
-    return [partial(_open_own, args, folder, name) for name in names]
+    return [(0, partial(run_probe, folder, args.text, args.device, args.dtype, name)) for name in names]
 
 
-def _open_own(args: Inspect, folder: Path, name: str) -> Opened:
-    import torch
-
-    from topograd.cli.probe_model import moved, run_probe
-    from topograd.runs.session import build_stack
-
-    probe = run_probe(folder, args.text, args.device, args.dtype, name)
-    session = probe.session
-    assert session is not None, "a run has one"
-
-    def fresh() -> nn.Module:
-        torch.manual_seed(session.config.seed)
-        made: nn.Module = moved(build_stack(session.config)[0].eval(), args.device, args.dtype)
-        return made
-
-    return Opened(session.step, probe, fresh)
-
-
-def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
+def _hugging_face_checkpoints(args: Inspect, folder: Path) -> Checkpoints:
     """How to open each folder of transformers below a folder, in the order of their steps."""
-    from topograd.cli.probe_model import is_hugging_face
+    from topograd.cli.probe_model import hugging_face_probe, is_hugging_face
 
     steps = {_step_of(one): one for one in sorted(folder.glob("*")) if is_hugging_face(one)}
     if not steps:
@@ -128,23 +88,22 @@ def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], 
             given=str(folder),
             allowed="a run's folder, or one with folders like checkpoint-500, each with a config.json",
         )
-    return [partial(_open_hugging_face, args, step, steps[step]) for step in sorted(steps)]
+    given = args.text, args.device, args.dtype
+    return [(step, partial(hugging_face_probe, steps[step], *given)) for step in sorted(steps)]
 
 
-def _open_hugging_face(args: Inspect, step: int, folder: Path) -> Opened:
+def _fresh(args: Inspect, probe: ProbeModel) -> nn.Module:
+    """A random model of a checkpoint's shape."""
     import torch
 
-    from topograd.cli.probe_model import hugging_face_probe, moved
+    from topograd.cli.probe_model import moved
+    from topograd.runs.session import build_stack
 
-    probe = hugging_face_probe(folder, args.text, args.device, args.dtype)
-
-    def fresh() -> nn.Module:
-        torch.manual_seed(0)
-        model: Any = probe.model
-        made: nn.Module = moved(type(model)(model.config).eval(), args.device, args.dtype)
-        return made
-
-    return Opened(step, probe, fresh)
+    session, model = probe.session, cast(Any, probe.model)
+    torch.manual_seed(0 if session is None else session.config.seed)
+    made = type(model)(model.config) if session is None else build_stack(session.config)[0]
+    found: nn.Module = moved(made.eval(), args.device, args.dtype)
+    return found
 
 
 def _step_of(folder: Path) -> int:
@@ -176,7 +135,7 @@ def _refused(points: list[Any], readings: int) -> list[str]:
     return said
 
 
-def _show(results: dict[str, Any]) -> None:
+def show_series(results: dict[str, Any]) -> None:
     """One table for a person."""
     from topograd.report.geometry_series import series_table
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, grid, out, parse_one_of, print_json
+from topograd.cli.console import Json, ModelArgument, grid, out, parse_one_of, print_json, show
 from topograd.errors import ConfigError
 from topograd.limits import check_numbers
 
@@ -69,15 +69,12 @@ def _rank(args: Rank) -> None:
     session, inputs, targets = _opened(args.model, args.windows, 1)
     read = counted("images read" if session.config.model.task == "images" else "windows read")
     found = boundary_ranks(session.stack, session.plan, inputs, targets, read)
-    if args.json:
-        width = max((one["width"] for one in found), default=None)
-        print_json({"run": str(args.model), "width": width, "boundaries": found})
-        return
+    width = max((one["width"] for one in found), default=None)
     table = grid("Directions that gradient needs", "behind layer", "of", "90 %", "99 %", "effective rank")
     for one in found:
         ranks = (str(one[name]) for name in ("layer", "width", "rank_90", "rank_99"))
         table.add_row(*ranks, f"{one['effective_rank']:.1f}")
-    out().print(table)
+    show(args.json, {"run": str(args.model), "width": width, "boundaries": found}, lambda _: table)
 
 
 def _analyse(args: Analyse) -> None:

@@ -3,7 +3,6 @@ among runs that are trained."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from topograd.cli.console import COMPLETE, HELP, Json, make_folder, note, parse_one_of, show
+from topograd.cli.console import Json, make_folder, note, parse_one_of, show
+from topograd.cli.flags import resumes
 from topograd.errors import ConfigError
+from topograd.files import read_json
 from topograd.limits import BYTES, DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
@@ -275,7 +276,7 @@ _WAYS: dict[str, type[Dp | Soft | Surgery | Pareto | Choose]] = {
 
 def run(argv: list[str]) -> int:
     """Search in one way and return the exit code."""
-    _check_resumed(argv)
+    resumes(argv)
     args = parse_one_of(_WAYS, argv, "search")
     from topograd.cli import search_tables as tables
 
@@ -295,18 +296,6 @@ def run(argv: list[str]) -> int:
     return code
 
 
-def _check_resumed(argv: list[str]) -> None:
-    """Refuse settings for a run that has its own."""
-    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    if "--resume" in flags:
-        foreign = next((flag for flag in flags if flag not in ("--resume", "--json", *HELP, COMPLETE)), None)
-        if foreign is not None:
-            raise ConfigError(
-                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with",
-                remedy="leave it out, or start another run",
-            )
-
-
 def _dp(args: Dp) -> dict[str, Any]:
     from topograd.search.dynamic import best_partition, parse_costs, stage_counts
 
@@ -314,21 +303,12 @@ def _dp(args: Dp) -> dict[str, Any]:
     if args.costs is not None:
         assert args.layers is not None
         stage_counts(args.layers, **request)
-        layers, costs = args.layers, parse_costs(_read_costs(args.costs), args.layers)
+        layers, costs = args.layers, parse_costs(read_json(args.costs, ConfigError), args.layers)
         more: dict[str, Any] = {}
     else:
         layers, costs, more = _probed(args, request)
     found = best_partition(costs, layers, **request)
     return {"partition": list(found.composition.parts), "cost": found.cost, **more}
-
-
-def _read_costs(file: Path) -> object:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(f"{file} cannot be read ({problem.strerror})", remedy="give a JSON file") from None
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{file} is not JSON ({problem})", remedy='write {"0,1": 2.5, ...}') from None
 
 
 def _probed(args: Dp, request: Mapping[str, Any]) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, pairs, parse_one_of, show
+from topograd.cli.console import Json, figure, pairs, parse_one_of, show, written
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
 from topograd.runs.topology_config import TopologyConfig
@@ -138,10 +138,10 @@ def run(argv: list[str]) -> int:
             first, second = Composition.parse(args.first), Composition.parse(args.second)
             name, result = ("meet", first & second) if isinstance(args, Meet) else ("join", first | second)
             answer = {"first": list(first.parts), "second": list(second.parts), name: list(result.parts)}
-            table = pairs([(name, _written(value)) for name, value in answer.items()])
+            table = pairs([(name, written(value)) for name, value in answer.items()])
         case Count():
             answer = _count(args)
-            table = pairs([(name, _written(value)) for name, value in answer.items() if value is not None])
+            table = pairs([(name, str(value)) for name, value in answer.items() if value is not None])
         case Properties():
             answer = _properties(args)
             table = pairs(_rows(answer))
@@ -238,10 +238,10 @@ def _shown(answer: dict[str, Any]) -> Table:
     has, bubble = answer["properties"], answer["properties"]["bubble"]
     count = bubble["microbatches"]
     rows = [
-        ("composition", _written(answer["composition"])),
+        ("composition", written(answer["composition"])),
         ("layers, stages", f"{answer['layers']}, {answer['stages']}"),
         ("heads", answer["heads"]),
-        ("boundaries after layers", _written(answer["boundaries"])),
+        ("boundaries after layers", written(answer["boundaries"])),
         *((words, str(has[name])) for name, words in _SHOWN.items()),
         ("vocabulary projections", str(has["vocabulary_projections"])),
         ("in the capability region", "yes" if has["capability_region"] else "no"),
@@ -252,7 +252,7 @@ def _shown(answer: dict[str, Any]) -> Table:
     for name, words in (("finer", "one boundary more"), ("coarser", "one less"), ("moved", "one moved")):
         found = answer["neighbours"][name]
         more = f"  and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-        rows.append((words, "  ".join(map(_written, found[:_LISTED])) + more or "none"))
+        rows.append((words, "  ".join(map(written, found[:_LISTED])) + more or "none"))
     return pairs(rows)
 
 
@@ -268,17 +268,5 @@ def _rows(answer: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
                 figures = {key: said for key, said in item.items() if key not in ("source", "stage")}
                 rows += _rows(figures, f"{words} {item['source'] + 1} to {item['stage'] + 1}, ")
         else:
-            rows.append((words, _figure(value)))
+            rows.append((words, figure(value)))
     return rows
-
-
-def _figure(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_figure, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
-
-
-def _written(value: object) -> str:
-    return (",".join(map(str, value)) or "none") if isinstance(value, list) else str(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import tomllib
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from topograd.cli.console import COMPLETE, HELP, Json, note, out, parse, print_json
-from topograd.cli.flags import flags_of
+from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.flags import flags_of, resumes
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
-from topograd.files import read_bytes
+from topograd.files import read_toml
 from topograd.limits import REPEATS, check_numbers
 from topograd.nn.config import EncoderConfig
 from topograd.parallel.settings import ParallelConfig, is_first_local_rank, wait_for_first_rank
@@ -24,8 +23,6 @@ from topograd.runs.config import TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
     from topograd.training.runs import RunTrainer
-
-_WITH_RESUME = ("--resume", "--from", "--stop-after", "--parallel", "--json", *HELP, COMPLETE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +108,7 @@ def _read(argv: list[str]) -> Train:
     first.add_argument("--lora-directions", "--lora_directions", nargs="?")
     known = first.parse_known_args(argv)[0]
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    if "--resume" in flags:
-        foreign = next((flag for flag in flags if flag not in _WITH_RESUME), None)
-        if foreign is not None:
-            raise ConfigError(
-                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with",
-                remedy="leave it out, or start another run",
-            )
-    elif "--from" in flags:
+    if not resumes(argv, "--from", "--stop-after", "--parallel") and "--from" in flags:
         raise ConfigError("--from names a checkpoint of the run to --resume", remedy="give that run too")
     if known.task == "images":
         args, settings = read_image_flags(argv)
@@ -140,7 +130,7 @@ def _read(argv: list[str]) -> Train:
 
 def _overlaid(argv: list[str], base: Train, file: Path) -> Train:
     """The file over the base and the flags over both; what fits only beside the flags is laid under them."""
-    values = read_config_file(file)
+    values = read_toml(file, ConfigError, "correct it, or give another to --config")
     try:
         settings = base.settings.overlaid(values)
     except TopogradError as error:
@@ -185,18 +175,6 @@ def _shaped_like(config: TrainConfig, model: str, small: bool, held: bool) -> Tr
     config = replace(config, model=base.model, tokenizer=base.tokenizer)
     config = replace(config, init=model, data=config.data or base.data)
     return tuning(config, small, held) if base.brings_tokenizer else config
-
-
-def read_config_file(file: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
-    try:
-        return tomllib.loads(read_bytes(file).decode())
-    except OSError as problem:
-        raise ConfigError(
-            f"--config {file} cannot be read ({problem.strerror})", remedy="give a TOML file"
-        ) from None
-    except ValueError as problem:  # of TOML or of UTF-8
-        raise ConfigError(f"--config {file} is no TOML ({problem})", remedy="correct it") from None
 
 
 def fresh_folder(name: str, config: TrainConfig) -> Path:

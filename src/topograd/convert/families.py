@@ -59,8 +59,7 @@ def is_native(settings: Mapping[str, Any]) -> bool:
 def _family(settings: Mapping[str, Any]) -> str:
     kind, classes = settings.get("model_type"), settings.get("architectures") or []
     if not isinstance(classes, list | tuple):
-        problem = f"the model's config has architectures {classes!r}"
-        raise ConfigError(problem, remedy="it must be a list of names")
+        raise _of_no_use("architectures", classes, "a list of names")
     supported = "supported are " + ", ".join(sorted(ARCHITECTURES.values()))
     if settings.get("is_encoder_decoder"):
         problem = f"{kind} is an encoder and a decoder"
@@ -103,16 +102,15 @@ class _Settings:
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number above 0."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problem = f"the model's config has {name} {value!r}"
-            raise ConfigError(problem, remedy="it must be a whole number above 0")
+        if type(value) is not int or value < 1:
+            raise _of_no_use(name, value, "a whole number above 0")
         return value
 
     def number(self, name: str, default: float | None = None, of: Mapping[str, Any] | None = None) -> float:
         """A finite number."""
         value = self.get(name, default) if of is None else of.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"the model's config has {name} {value!r}", remedy="it must be a finite number")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise _of_no_use(name, value, "a finite number")
         return float(value)
 
     def optional(self, name: str) -> float | None:
@@ -122,8 +120,12 @@ class _Settings:
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"the model's config has {name} {value!r}", remedy="it must be true or false")
+            raise _of_no_use(name, value, "true or false")
         return value
+
+
+def _of_no_use(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"the model's config has {name} {value!r}", allowed=allowed)
 
 
 def _fields(given: _Settings, family: str) -> dict[str, Any]:
@@ -201,8 +203,7 @@ def _windows(given: _Settings, family: str, layers: int) -> tuple[int, ...]:
         default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
     kinds = default if kinds is None else kinds
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
-        problem = f"the model's config has layer_types {kinds!r}"
-        raise ConfigError(problem, remedy="there must be one for each layer")
+        raise _of_no_use("layer_types", kinds, "a list, one for each layer")
     known = ("full_attention", "sliding_attention")
     if any(kind not in known for kind in kinds):
         problem = f"layer_types {_others(kinds, *known)} are not supported"
@@ -234,7 +235,7 @@ def _rope(given: _Settings, family: str, context: int) -> dict[str, Any]:
             raise ConfigError(f"rope scaling {local['rope_type']!r} of layers with a window is not supported")
     found = new if new is not None else given.get("rope_scaling", {})
     if not isinstance(found, Mapping):
-        raise ConfigError(f"the model's config has rope_scaling {found!r}", remedy="it must be a table")
+        raise _of_no_use("rope_scaling", found, "a table")
     usual = given.number("rope_theta", 1e6 if family == "gemma3_text" else 1e4)
     fields["rope_base"] = given.number("rope_theta", usual, of=found)
     kind = found.get("rope_type", found.get("type", "default"))

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from topograd.data import read_corpus
 from topograd.errors import CheckpointError, ConfigError
+from topograd.files import reading_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -119,11 +120,8 @@ def stored_parameters(folder: Path) -> int:
     """How many numbers the .safetensors of a folder hold, from their headers alone."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-        except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{file} cannot be read ({problem})") from None
+        with reading_tensors(file, CheckpointError), safe_open(file, framework="pt") as opened:
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
     return total
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from topograd.convert.adapted import adapt_folder
@@ -35,7 +35,7 @@ from topograd.convert.peft_adapter import base_of, merge_peft, read_peft
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
-from topograd.files import dump_json, read_json
+from topograd.files import dump_json, read_json, reading_tensors
 from topograd.nn.adapted.spec import AdaptedConfig
 from topograd.nn.stack import Stack
 from topograd.nn.transformer.config import TransformerConfig
@@ -128,10 +128,8 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
 
     def get(name: str) -> Tensor:
         file, handle = where[name]
-        try:
+        with reading_tensors(file, CheckpointError):
             tensor: Tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{file} cannot be read ({problem})", remedy="restore it") from None
         return tensor
 
     stack = _filled(config, get, where)
@@ -204,10 +202,8 @@ def _tensor_files(folder: Path, opened: ExitStack) -> tuple[list[Path], dict[str
     for file in files:
         if file.parent != folder or not file.is_file():
             raise CheckpointError(f"shard {file.name!r} of {folder} is missing", remedy="restore it")
-        try:
+        with reading_tensors(file, CheckpointError):
             handle = opened.enter_context(safe_open(file, framework="pt"))
-        except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{file} cannot be read ({problem})", remedy="restore it") from None
         for name in handle.keys():  # noqa: SIM118  a handle is no mapping
             if name in where:
                 raise CheckpointError(f"tensor {name!r} is in {where[name][0].name} and in {file.name}")

@@ -28,14 +28,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from topograd.convert.prompts import Prompts, Row
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.files import hold_lock, read_json, replacing, saving_tensors, write_json
+from topograd.files import hold_lock, read_table, reading_tensors, replacing, saving_tensors, write_json
 from topograd.limits import SEED, check_numbers
 from topograd.runs.tensor_files import tensors_digest
 from topograd.runtime.protocol import device_of
@@ -52,6 +52,7 @@ SAMPLED_EVERY = 4
 HELDOUT_EVERY = 17
 """Of so many rows one is not learned from: it measures. No multiple of SAMPLED_EVERY, or all were sampled."""
 TEMPERATURE = 0.8
+_DELETE = "delete it, and it is written again"
 OnTokens = Callable[[int, int], None]
 """Called with the tokens that are there, and how many are wanted."""
 
@@ -99,14 +100,13 @@ class OwnText:
         if not file.is_file():
             remedy = "make some with: topograd retrofit RUN"
             raise RunError(f"{folder} holds no text of a model", remedy=remedy)
-        values = read_json(file)
+        remedy = f"delete {folder}"
+        values = read_table(file, FORMAT, VERSION, ("config", "weights"), RunError, remedy)
         try:
-            if values["format"] != FORMAT or values["version"] != VERSION:
-                raise ValueError("another format")
-            config, of = OwnTextConfig(**values["config"]), str(values["weights"])
-        except (KeyError, TypeError, ValueError) as problem:
-            raise RunError(f"{file} is damaged ({problem})", remedy=f"delete {folder}") from None
-        if of != weights:
+            config = OwnTextConfig(**values["config"])
+        except (TypeError, ValueError) as problem:
+            raise RunError(f"{file} is damaged ({problem})", remedy=remedy) from None
+        if values["weights"] != weights:
             message = f"{folder} holds the text of a model with other weights"
             raise RunError(message, remedy="give another folder")
         return cls(Path(folder), weights, config)
@@ -134,15 +134,13 @@ class OwnText:
 
 
 def _read(file: Path, names: Sequence[str], row: int | None = None) -> list[Tensor]:
-    try:
+    with reading_tensors(file, DataError, _DELETE):
         if not file.is_file():  # of a pipe, opening would wait for a writer
-            raise _unreadable(file, "it is not a regular file")
+            raise OSError("it is not a regular file")
         with safe_open(file, framework="pt") as opened:
             if row is None:
                 return [opened.get_tensor(name) for name in names]
             return [opened.get_slice(name)[row] for name in names]
-    except (SafetensorError, OSError) as problem:
-        raise _unreadable(file, problem) from None
 
 
 def write_own_text(
@@ -187,14 +185,10 @@ def _verify(file: Path) -> None:
     """Raise DataError where a block is not as it was written; version 0.3 kept no digest."""
     names = ("tokens", "own", "states")
     tensors = dict(zip(names, _read(file, names), strict=True))
-    with safe_open(file, framework="pt") as opened:
+    with reading_tensors(file, DataError, _DELETE), safe_open(file, framework="pt") as opened:
         known = (opened.metadata() or {}).get("sha256")
-    if known not in (None, tensors_digest(tensors)):
-        raise _unreadable(file, "its SHA-256 is not the recorded one")
-
-
-def _unreadable(file: Path, problem: object) -> DataError:
-    return DataError(f"{file} cannot be read ({problem})", remedy="delete it, and it is written again")
+        if known not in (None, tensors_digest(tensors)):
+            raise OSError("its SHA-256 is not the recorded one")
 
 
 @torch.inference_mode()

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -34,7 +33,7 @@ from topograd.convert.families import family_config
 from topograd.convert.huggingface import HUB, PEFT
 from topograd.convert.tensor_names import tensor_names
 from topograd.errors import CheckpointError, ConfigError
-from topograd.files import dump_json, read_json, saving_tensors, write_atomic
+from topograd.files import dump_json, read_json, reading_tensors, saving_tensors, write_atomic
 from topograd.nn.lora import is_transposed, sides
 from topograd.nn.stack import Stack
 from topograd.runs.delta_store import DeltaStore
@@ -98,10 +97,8 @@ def read_peft(folder: Path) -> PeftAdapter:
         raise _unread(folder, f"its init_lora_weights is {begun!r}, which changes the base")
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
         raise _unread(folder, f"{PICKLE} is a pickle")
-    try:
+    with reading_tensors(folder / TENSORS, CheckpointError):
         tensors = load_file(folder / TENSORS)
-    except (SafetensorError, OSError) as problem:
-        raise CheckpointError(f"{folder / TENSORS} cannot be read ({problem})", remedy="restore it") from None
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _PART.fullmatch(name.removeprefix(PREFIX))

@@ -274,9 +274,7 @@ def _digits() -> tuple[ImageSet, ImageSet]:
         raise DataError(problem, setting="source", given=DIGITS, remedy=remedy) from None
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy((pixels * 15).astype(np.uint8)).reshape(-1, 1, 8, 8)
-    every = ImageSet(images, torch.from_numpy(labels.astype(np.int64)))
-    held = torch.arange(len(every)) % 5 == 4
-    return every.chosen(~held), every.chosen(held)
+    return ImageSet(images, torch.from_numpy(labels.astype(np.int64))).held_out(5)
 
 
 class ImageLoader(EpochLoader[tuple[Tensor, Tensor]]):

@@ -37,7 +37,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from topograd.errors import DataError
-from topograd.files import dump_json, lock_file, naming, read_json, sync
+from topograd.files import dump_json, lock_file, naming, read_table, sync
 
 _FORMAT = "topograd-shards"
 _VERSION = 1
@@ -45,6 +45,7 @@ _MANIFEST = "manifest.json"
 _OFFSETS = "offsets.bin"
 _OUR_FILES = re.compile(r"manifest\.json|offsets\.bin|tokens-\d{5,}\.bin")
 _ABANDONED_SECONDS = 24 * 3600
+_PREPARE_AGAIN = "remove its folder and prepare the data again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ class Shards:
     @classmethod
     def open(cls, folder: Path) -> "Shards":
         """Open a folder of `write_shards`; a missing, truncated or foreign file raises DataError."""
-        manifest = _read_manifest(folder)
+        manifest = read_table(folder / _MANIFEST, _FORMAT, _VERSION, (), DataError, _PREPARE_AGAIN)
         vocab, separator, tokens, documents, shard_tokens = _checked_counts(folder, manifest)
         offsets = _map_file(folder / _OFFSETS, np.dtype("<i8"), documents + 1)
         if offsets[0] != 0 or offsets[-1] != tokens - 1 or (np.diff(offsets) < 1).any():
@@ -289,16 +290,6 @@ def _dtype(vocab: int) -> np.dtype:
     return np.dtype("<u2" if vocab <= 2**16 else "<u4")
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _MANIFEST
-    manifest = read_json(path, DataError)
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise _damaged(path, "does not describe shards of this package")
-    if manifest.get("version") != _VERSION:
-        raise _damaged(path, f"has format version {manifest.get('version')!r}, not {_VERSION}")
-    return manifest
-
-
 def _checked_counts(folder: Path, manifest: dict[str, Any]) -> tuple[int, int, int, int, int]:
     """(vocab, separator, tokens, documents, shard_tokens), once they and the file names fit together."""
     keys = ("vocab", "separator", "tokens", "documents", "shard_tokens")
@@ -327,5 +318,4 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def _damaged(path: Path, reason: str) -> DataError:
-    remedy = "remove its folder and prepare the data again"
-    return DataError(f"shard file {str(path)!r} {reason}", setting="path", given=path, remedy=remedy)
+    return DataError(f"shard file {str(path)!r} {reason}", setting="path", given=path, remedy=_PREPARE_AGAIN)

@@ -309,8 +309,7 @@ class Cache:
         arrays = self._arrays[stage]
         if arrays is not None:
             if spans.tokens is None:
-                each = zip(batch, spans.starts, spans.counts, strict=True)
-                spans.tokens = [token for s, start, n in each for token in s.tokens[start : start + n]]
+                spans.tokens = _tokens_of(batch, spans)
             self._run_arrays([stage, *behind], spans, *arrays)
         elif whole:
             self._run_from_start(batch, stage, spans)
@@ -446,12 +445,16 @@ class Cache:
     def _bus_of(self, batch: list[Sequence], spans: Spans) -> LayerContext:
         """The layer context of these positions; the next stage mostly wants the same."""
         if self._ctx is None or self._ctx[0] is not spans:
-            each = zip(batch, spans.starts, spans.counts, strict=True)
-            tokens = [token for s, start, n in each for token in s.tokens[start : start + n]]
-            x0 = spans.read(self.outputs[EMBEDDING])
-            ctx = self.runtime.layer_context(x0, send([tokens], self.device), spans.offset)
+            x0, inputs = spans.read(self.outputs[EMBEDDING]), send([_tokens_of(batch, spans)], self.device)
+            ctx = self.runtime.layer_context(x0, inputs, spans.offset)
             self._ctx = spans, spans.bind(ctx, self.stack)
         return self._ctx[1]
+
+
+def _tokens_of(batch: Batch, spans: Spans) -> list[int]:
+    """The tokens at these positions, packed."""
+    each = zip(batch, spans.starts, spans.counts, strict=True)
+    return [token for s, start, n in each for token in s.tokens[start : start + n]]
 
 
 def _plain_source(runtime: Runtime, planned: PlannedStage) -> Key | None:

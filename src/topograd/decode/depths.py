@@ -67,11 +67,8 @@ def engine_of(session: LoadedTextRun, runtime: str | None = None, weights: str =
     """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
     kept = weights_file(session.run.folder, weights)
     file = kept if weights != "float32" and kept.exists() else None
-    precision, context, exits = (
-        check_precision(weights),
-        session.config.model.context,
-        partial(_exits, session),
-    )
+    precision, context = check_precision(weights), session.config.model.context
+    exits = partial(_exits, session)
     place = _place(session, runtime, precision, file)
     if place is not None and (packed := open_kept(place, precision, lambda: session.stack)) is not None:
         return Engine(None, session.plan, context, packed, exits)

@@ -16,7 +16,7 @@ from topograd.decode.cache import Batch, Cache
 from topograd.decode.draft_head import DraftHead
 from topograd.decode.drafters import MAX_DRAFT, Draft, DraftRule, certainty
 from topograd.decode.engine import Engine
-from topograd.decode.sequence import Sequence
+from topograd.decode.sequence import Sequence, common_prefix
 from topograd.errors import ConfigError
 
 MODEL_RULE = DraftRule(0.3, 5)
@@ -103,11 +103,3 @@ class ModelDrafter(TwinDrafter):
         self._cache.push(own, new)
         self.small.run(own, self._full)
         return self.head.logits(own)
-
-
-def common_prefix(a: abc.Sequence[int], b: abc.Sequence[int]) -> int:
-    """How many tokens two texts have in common at their start."""
-    least = min(len(a), len(b))
-    if list(a[:least]) == list(b[:least]):
-        return least
-    return next(i for i in range(least) if a[i] != b[i])

@@ -42,6 +42,7 @@ from topograd.decode.engine import Engine, check_exits, read_together
 from topograd.decode.sampling import draw
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
+from topograd.limits import check_numbers
 
 Guess = tuple[int, float]
 """A token that was looked up, and its score."""
@@ -60,10 +61,7 @@ class DraftRule:
     longest: int
 
     def __post_init__(self) -> None:
-        if not self.threshold >= 0:
-            raise ConfigError(setting="threshold", given=self.threshold, allowed="at least 0")
-        if self.longest < 1:
-            raise ConfigError(setting="longest", given=self.longest, allowed="at least 1")
+        check_numbers(self, threshold=(0, math.inf), longest=(1, math.inf))
 
 
 @dataclass

@@ -86,10 +86,8 @@ class Grammar:
         _check_length(self.text)
         references = self.text.count(":" if self.kind == "lark" else '"$ref"')
         if self.kind != "regex" and references > MAX_REFERENCES:
-            problem, remedy = (
-                f"a grammar has {references} rules or references",
-                f"give at most {MAX_REFERENCES}",
-            )
+            problem = f"a grammar has {references} rules or references"
+            remedy = f"give at most {MAX_REFERENCES}"
             raise ConfigError(problem, setting="grammar", given=references, remedy=remedy)
 
     @classmethod

@@ -130,3 +130,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def common_prefix(a: abc.Sequence[int], b: abc.Sequence[int]) -> int:
+    """How many tokens two texts have in common at their start."""
+    least = min(len(a), len(b))
+    if list(a[:least]) == list(b[:least]):
+        return least
+    return next(i for i in range(least) if a[i] != b[i])

@@ -43,10 +43,10 @@ from topograd.parallel.layout import Layout, keep_own
 from topograd.parallel.link import Address, Arrived, Receiver, Sender
 from topograd.parallel.rank_task import check_one_process, check_whole, hand_over
 from topograd.parallel.settings import ParallelConfig
+from topograd.reading import flat_settings
 from topograd.runs.checkpoint import CheckpointStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
-from topograd.runs.manifest import flat_settings
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import EdgeOutput, Plan
 from topograd.training.optimizers import make_optimizers, stage_parameters

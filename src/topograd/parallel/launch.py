@@ -14,8 +14,8 @@ from topograd.errors import ParallelError, TopogradError
 from topograd.parallel.rank_task import RankTask
 from topograd.parallel.ranks import Ranks, wait_until_read
 from topograd.parallel.settings import wait_for_first_rank
+from topograd.reading import flat_settings
 from topograd.runs.config import TrainConfig
-from topograd.runs.manifest import flat_settings
 from topograd.training.runs import Make, RunTrainer, resume, start
 
 

@@ -132,8 +132,13 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     """One legend for the figure, from the entries of one of its axes, under everything else."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        columns = max(1, 88 // (max(map(len, labels)) + 8))  # about 88 characters fit the width
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), columns))
+        _legend(figure, handles, labels, 88)
+
+
+def _legend(figure: Figure, handles: list[Any], labels: list[str], fitting: int) -> None:
+    """A legend below the figure, about so many characters of which fit its width."""
+    columns = max(1, fitting // (max(map(len, labels)) + 8))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
 
 
 def whole_steps(axes: Axes) -> None:
@@ -248,6 +253,5 @@ def _make_narrow(figure: Figure) -> None:
         handles = [handle for handle in legend.legend_handles if handle is not None]
         labels = [text.get_text() for text in legend.get_texts()]
         legend.remove()
-        fitting = max(1, 46 // (max(map(len, labels)) + 8))  # about 46 characters fit the width
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), fitting))
+        _legend(figure, handles, labels, 46)
     figure.set_layout_engine(_layout())

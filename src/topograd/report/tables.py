@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from topograd.reading import flat_settings
 from topograd.report.data import (
     RunData,
     bpb_by_prefix,
@@ -190,12 +191,7 @@ def _final_loss(run: RunData) -> list[float]:
     return smooth(series.values, smoothing_window(len(series.steps)))[-1].tolist() if series else []
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            flat[f"{prefix}{key}"] = text
-    return flat
+def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
+    """The settings as texts, with dotted names."""
+    flat = flat_settings(config).items()
+    return {key: ", ".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for key, v in flat}

@@ -32,10 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from topograd.errors import CheckpointError, RunError
-from topograd.files import dump_json, read_json, sync, write_atomic, write_json
+from topograd.files import dump_json, read_json, reading_tensors, sync, write_atomic, write_json
 from topograd.runs.tensor_files import contiguous
 
 if TYPE_CHECKING:
@@ -236,23 +234,15 @@ def _digest(config: Mapping[str, Any]) -> str:
 def _read_tensors(path: Path, allowed: Mapping[str, int]) -> tuple[dict[str, Tensor], str]:
     from safetensors.torch import load
 
-    try:
+    with reading_tensors(path, CheckpointError):
         if path.stat().st_size not in allowed.values():
-            raise CheckpointError(
-                f"{path} is damaged (it has {path.stat().st_size} bytes)", remedy="restore it"
-            )
+            raise OSError(f"it has {path.stat().st_size} bytes")
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         if digest not in allowed:
-            raise CheckpointError(
-                f"{path} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
-            )
+            raise OSError("its SHA-256 is not the recorded one")
         # Sorted: the file is read in an order that differs from process to process.
         return dict(sorted(load(content).items())), digest
-    except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read ({problem.strerror})", remedy="restore it") from None
-    except SafetensorError as problem:
-        raise CheckpointError(f"{path} is damaged ({problem})", remedy="restore it") from None
 
 
 def _card(kind: str, base: BaseIdentity, text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
-from topograd.limits import check_rules
+from topograd.limits import check_numbers, check_rules
 from topograd.nn.config import MAX_SIZE, GPTConfig
 from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.spec import ModelSpec, read_spec
@@ -197,10 +197,9 @@ class TrainConfig(CommonConfig):
     """What is searched for while the weights learn."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "batch_parts", "keep", "eval_bytes"):
-            _check_range(name, getattr(self, name), 1)
-        for name in ("eval_every", "save_every", "geometry_every"):
-            _check_range(name, getattr(self, name), 0)
+        some, any_ = (1, MAX_SIZE), (0, MAX_SIZE)
+        check_numbers(self, steps=some, batch=some, accumulate=some, batch_parts=some, keep=some)
+        check_numbers(self, eval_bytes=some, eval_every=any_, save_every=any_, geometry_every=any_)
         data, init = self.data is None or self.data.strip(), self.init is None or self.init.strip()
         check_rules(
             self,
@@ -408,12 +407,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_none(item) for name, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _check_range(name: str, value: int, least: int) -> None:
-    if not least <= value <= MAX_SIZE:
-        most = f" and at most {MAX_SIZE}" if value > MAX_SIZE else ""
-        raise ConfigError(setting=name, given=value, allowed=f"at least {least}{most}")
 
 
 def tiny() -> TrainConfig:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def usable_device(name: str, setting: str = "device") -> torch.device:
+def usable_device(name: str) -> torch.device:
     """The device of a name, after a number went there and came back.
 
     A name that torch does not know, a device that is not there, and one without numbers (meta) are refused.
@@ -25,8 +25,8 @@ def usable_device(name: str, setting: str = "device") -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:  # torch imports a backend by its name
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{setting} {name[:80]!r} cannot be used ({reason[:200]})",
-            setting=setting,
+            f"device {name[:80]!r} cannot be used ({reason[:200]})",
+            setting="device",
             given=name,
             remedy="try 'cpu'",
         ) from None

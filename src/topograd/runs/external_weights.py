@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError
-from topograd.files import dump_json, read_table, sha256
+from topograd.files import dump_json, read_table, reading_tensors, sha256
 from topograd.runs.checkpoint import Checkpoint, Contents, Optimizers
 from topograd.runs.tensor_files import fill
 
@@ -119,13 +119,11 @@ def _tensors(files: list[Path], places: Mapping[str, TensorLocation]) -> dict[st
 
     tensors: dict[str, Tensor] = {}
     for index, file in enumerate(files):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key, place in places.items():
-                    if place.file == index:
-                        tensors[key] = opened.get_tensor(place.name).to(torch.float32)
-        except (OSError, SafetensorError) as problem:
-            raise CheckpointError(
-                f"the weights {file} cannot be read ({problem})", remedy="import again"
-            ) from None
+        with (
+            reading_tensors(file, CheckpointError, "import again"),
+            safe_open(file, framework="pt") as opened,
+        ):
+            for key, place in places.items():
+                if place.file == index:
+                    tensors[key] = opened.get_tensor(place.name).to(torch.float32)
     return tensors

@@ -13,14 +13,13 @@ checkpoints are those of every training (`runs/workspace.py`).
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topograd.errors import RunError
-from topograd.files import dump_json, dump_toml, read_bytes, read_json
+from topograd.files import dump_json, dump_toml, read_json, read_toml
 from topograd.runs.manifest import Manifest
 from topograd.runs.workspace import Inside, Workspace
 
@@ -104,16 +103,7 @@ class Run(Workspace):
     def read_config(self) -> dict[str, Any]:
         """The settings, if they are those that the run was made with."""
         self.manifest.verify(self.config_file.name)
-        try:
-            return tomllib.loads(read_bytes(self.config_file).decode())
-        except OSError as problem:
-            raise RunError(
-                f"{self.config_file} cannot be read ({problem.strerror})", remedy="restore it"
-            ) from None
-        except ValueError as problem:  # of TOML or of UTF-8
-            raise RunError(
-                f"{self.config_file} is damaged ({problem})", remedy="restore it or train anew"
-            ) from None
+        return read_toml(self.config_file, remedy="restore it or train anew")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write the results of the last training or evaluation, with the digest of the weights."""

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from topograd.errors import RunError
-from topograd.files import read_json, sha256, write_atomic, write_json
+from topograd.files import read_table, read_toml, sha256, write_atomic, write_json
+from topograd.reading import flat_settings
 
 NAME = "manifest.json"
 FORMAT = "topograd-run"
@@ -64,14 +65,7 @@ class Manifest:
     def _current(self) -> dict[str, Any]:
         """Settings and digests of the files that are there, as they are."""
         there = [name for name in (*ONCE, *IMPORTED, *AGAIN) if (self.folder / name).is_file()]
-        settings = None
-        if ONCE[0] in there:
-            try:
-                settings = tomllib.loads((self.folder / ONCE[0]).read_text(encoding="utf-8"))
-            except ValueError as problem:  # of TOML or of UTF-8
-                raise RunError(
-                    f"{self.folder / ONCE[0]} is damaged ({problem})", remedy="restore it"
-                ) from None
+        settings = read_toml(self.folder / ONCE[0]) if ONCE[0] in there else None
         return {"settings": settings, "files": {name: [sha256(self.folder / name)] for name in there}}
 
     def verify(self, name: str) -> None:
@@ -112,17 +106,9 @@ class Manifest:
         return "delete it, and it is measured again when it is needed"
 
     def _read(self) -> dict[str, Any]:
-        values = read_json(self.path)
-        known = isinstance(values, dict) and values.get("format") == FORMAT
-        if not known or not isinstance(values.get("files"), dict):
+        values = read_table(self.path, FORMAT, VERSION, ("files",), RunError, "restore it")
+        if not isinstance(values["files"], dict):
             raise RunError(f"{self.path} is damaged, it names no files of a run", remedy="restore it")
-        if values.get("version") != VERSION:
-            raise RunError(
-                f"{self.path} has version {values.get('version')!r}",
-                setting="version",
-                given=values.get("version"),
-                allowed=f"{VERSION}",
-            )
         return values
 
     def _write(self, values: dict[str, Any], name: str, digests: list[str]) -> None:
@@ -133,8 +119,8 @@ class Manifest:
 def _difference(before: Any, path: Path) -> str:
     """The first setting that differs from those of the run, in words; nothing if that is not known."""
     try:
-        now = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        now = read_toml(path)
+    except RunError:
         return "it cannot be read; "
     if not isinstance(before, Mapping):
         return ""
@@ -145,15 +131,3 @@ def _difference(before: Any, path: Path) -> str:
             then = f"was {was[name]!r}" if name in was else "was not there"
             return f"{name} {now_} and {then}: "
     return ""
-
-
-def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one table with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        flat |= (
-            flat_settings(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{name}": value}
-        )
-    return flat

@@ -341,13 +341,7 @@ class TopologyConfig:
     def _edges(self, topology: Topology) -> Topology:
         """Boundaries with their own grad_scale, relays, and an input bus."""
         if self.grad_scales and self.graph == "chain":
-            boundaries = len(topology.stages) - 1
-            if len(self.grad_scales) != boundaries:
-                raise ConfigError(
-                    setting="grad_scales",
-                    given=self.grad_scales,
-                    allowed=f"{boundaries}, one for each boundary",
-                )
+            self._check_count("grad_scales", len(topology.stages) - 1, "boundary")
             stages = list(topology.stages)
             for k, lam in enumerate(self.grad_scales, start=1):
                 stages[k] = replace(stages[k], sources=(replace(stages[k].sources[0], grad_scale=lam),))

@@ -27,11 +27,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from topograd.errors import ConfigError, RunError
-from topograd.files import saving_tensors, sync
+from topograd.files import reading_tensors, replacing, saving_tensors
 from topograd.runs.tensor_files import tensors_digest
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
@@ -130,12 +130,9 @@ def save_weights(file: Path, made: dict[str, Quantized], precision: Precision, w
         tensors |= {f"{name}:codes": packed.codes, f"{name}:scales": packed.scales}
         if packed.offsets is not None:
             tensors[f"{name}:offsets"] = packed.offsets
-    part = file.with_name(f".{file.name}.part")  # one that a kill left is overwritten
-    with saving_tensors(part):
-        about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
-        save_file(tensors, part, metadata=about)
-    sync(part)
-    part.replace(file)
+    about = {"weights": weights, "precision": precision, "sha256": _digest(tensors)}
+    with replacing(file) as temporary, saving_tensors(file):
+        save_file(tensors, temporary, metadata=about)
 
 
 def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Quantized]:
@@ -143,7 +140,7 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
     again = (
         f"delete it, or make it again with: topograd eval {file.parent} --weights {precision} --keep-weights"
     )
-    try:
+    with reading_tensors(file, RunError, again):
         if not file.is_file():  # of a pipe, opening would wait for a writer
             raise OSError("it is not a regular file")
         with safe_open(file, "numpy") as opened:
@@ -155,8 +152,6 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         if known.get("sha256") != _digest(tensors):
             raise OSError("its SHA-256 is not the recorded one")
-    except (SafetensorError, OSError) as problem:
-        raise RunError(f"{file} is damaged ({problem})", setting="file", given=file, remedy=again) from None
     return {
         name: Quantized(
             _BITS[precision],

@@ -103,7 +103,7 @@ def head(trained: Trained) -> float:
         raise ConfigError(
             "the model's head is no matrix, so heads cannot be counted in matrices", remedy="leave head out"
         )
-    own = sum(p.numel() for k in range(len(trained.plan.stages)) for p in trained.stack.head_parameters(k))
+    own = head_parameters(trained) - shared.weight.numel()
     private = list(trained.stack.layers)[trained.layers :] if trained.layers is not None else []
     own += sum(p.numel() for layer in private for p in layer.parameters())
     return own / shared.weight.numel()

@@ -50,7 +50,13 @@ from topograd.search.utility import (
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import BINS, RANK_TOKENS, activation_rank, calibration_error
+from topograd.training.evaluation import (
+    BINS,
+    RANK_TOKENS,
+    activation_rank,
+    calibration_error,
+    confidence_bins,
+)
 
 
 @dataclass(frozen=True)
@@ -140,10 +146,7 @@ class _Tally:
         self.pooled += _nats(mixed, y)
         ends = [end - 1 for end in self.composition.terminals]
         self.running += _nats(z[ends].cumsum(0), y)
-        confidence, guess = z.softmax(-1).max(-1)  # (L, C)
-        bin_ = (confidence * BINS).long().clamp(max=BINS - 1)
-        rows = torch.stack((torch.ones_like(confidence), confidence, (guess == y).to(confidence)), dim=-1)
-        self.bins.scatter_add_(1, bin_[..., None].expand_as(rows), rows.double())
+        self.bins += torch.stack([confidence_bins(layer, y) for layer in z])
 
     def finish(self, nbytes: int) -> Measured:
         to_bpb = 1 / (math.log(2) * max(nbytes, 1))

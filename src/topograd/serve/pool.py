@@ -17,7 +17,7 @@ import torch
 
 from topograd.decode.engine import Engine
 from topograd.decode.sampling import Sampling
-from topograd.decode.sequence import Sequence
+from topograd.decode.sequence import Sequence, common_prefix
 from topograd.serve.disk_cache import PromptCache
 
 MIN_SHARED = 8
@@ -102,6 +102,4 @@ class Pool:
 
 def _ready(sequence: Sequence, prompt: abc.Sequence[int], stages: abc.Sequence[int]) -> int:
     """How many leading tokens of `prompt` all of `stages` have run in a sequence."""
-    mine = sequence.tokens
-    most = min([len(prompt), len(mine), *(sequence.marks[stage] for stage in stages)])
-    return next((i for i in range(most) if mine[i] != prompt[i]), most)
+    return min(common_prefix(sequence.tokens, prompt), *(sequence.marks[stage] for stage in stages))

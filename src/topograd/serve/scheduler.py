@@ -32,6 +32,7 @@ from torch import Tensor
 from topograd.decode.calibration.measure import PositionCosts, measure_positions, measure_uneven
 from topograd.decode.depths import strategy_of
 from topograd.decode.engine import Emitted, Engine
+from topograd.decode.sequence import common_prefix
 from topograd.decode.strategies import DecodeStrategy, FixedDepth
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
@@ -232,9 +233,7 @@ class Scheduler:
         for active in self.active:
             same = active.strategy.engine.plan is strategy.engine.plan and active.job.tenant == job.tenant
             if same and active.unread > self.limits.chunk:
-                theirs = active.job.prompt
-                most = min(len(theirs), len(job.prompt))
-                common = next((i for i in range(most) if theirs[i] != job.prompt[i]), most)
+                common = common_prefix(active.job.prompt, job.prompt)
                 if common > active.job.prompt_pos + self.limits.chunk:
                     return True
         return False

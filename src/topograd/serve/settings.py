@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from topograd.errors import ConfigError
-from topograd.limits import check_numbers
+from topograd.limits import check_numbers, check_rules
+
+SOME = (1, math.inf)
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,9 @@ class Limits:
     tell what others asked."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "waiting", "chunk", "body", "choices"):
-            if getattr(self, name) < 1:
-                raise ConfigError(setting=name, given=getattr(self, name), allowed="at least 1")
+        check_numbers(self, rows=SOME, waiting=SOME, chunk=SOME, body=SOME, choices=SOME)
         for name in ("seconds", "body_seconds", "grace"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(setting=name, given=getattr(self, name), allowed="above 0 and finite")
+            check_rules(self, **{name: (0 < getattr(self, name) < math.inf, "above 0 and finite")})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ from topograd.decode.engine import Engine
 from topograd.decode.retrofitted import open_exits
 from topograd.errors import ConfigError, DataError, RunError
 from topograd.exec.forward import predict, stage_outputs
+from topograd.limits import check_numbers, check_rules
 from topograd.nn.stack import Stack
 from topograd.nn.translator import TranslatedReader, Translator
 from topograd.runs.session import LoadedTextRun
@@ -273,6 +275,22 @@ class Calibration:
     """Rate of top_k = top_{K-1}, for all K stages; the last is 1."""
     flip_thresholds: tuple[tuple[float, ...], ...]
     """τ_k(ε): for each ε of `EPS` a number for each exit stage."""
+
+    def __post_init__(self) -> None:
+        def rule(rows: Sequence[Sequence[float]], count: int, most: float) -> tuple[bool, str]:
+            fits = all(len(row) == count and all(0 <= value <= most for value in row) for row in rows)
+            return fits, f"{count} numbers of 0..{most:g}"
+
+        check_numbers(self, step=(0, math.inf), stages=(2, math.inf), tokens=(1, math.inf))
+        exits, finite = self.stages - 1, sys.float_info.max
+        check_rules(
+            self,
+            shift=rule((self.shift.p99, self.shift.max), exits, finite),
+            gain=rule((self.gain.p99, self.gain.max), exits, finite),
+            change_rate=rule([self.change_rate], exits, 1),
+            agreement=rule([self.agreement], self.stages, 1),
+            flip_thresholds=rule(self.flip_thresholds, exits, math.inf),
+        )
 
     @classmethod
     def of(cls, readings: Readings, step: int) -> Calibration:

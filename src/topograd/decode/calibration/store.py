@@ -15,7 +15,6 @@ Version 2 (0.3) kept one calibration, of float32, and did not say of which runti
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from topograd.decode.calibration.measure import EPS, Bounds, Calibration, PositionCosts
+from topograd.decode.calibration.measure import EPS, Calibration, PositionCosts
 from topograd.decode.calibration.policy import MAX_STEPS, Acceptance, ExpectedGainPolicy
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.decode.engine import check_exits
@@ -31,6 +30,7 @@ from topograd.decode.exit_pool import ExitPool, ExitWeights, Kind
 from topograd.decode.retrofitted import exits_digest
 from topograd.errors import RunError
 from topograd.files import dump_json, read_json
+from topograd.reading import build_dataclass
 from topograd.runs.session import LoadedTextRun
 from topograd.runtime.protocol import Runtime
 
@@ -205,56 +205,12 @@ def calibration_dict(calibration: Calibration) -> dict[str, Any]:
     return {**vars(calibration), **bounds, "flip_thresholds": thresholds}
 
 
-def calibration_of(values: object) -> Calibration:
-    """What `calibration_dict` gave; anything else raises RunError."""
-    stages = _whole(values, "stages", 2)
-    exits = stages - 1
-    bounds = {
-        name: Bounds(*(_numbers(_field(_field(values, name), part), name, exits) for part in ("p99", "max")))
-        for name in ("shift", "gain")
-    }
-    flips = _field(values, "flip_thresholds")
-    return Calibration(
-        step=_whole(values, "step", 0),
-        stages=stages,
-        tokens=_whole(values, "tokens", 1),
-        **bounds,
-        change_rate=_numbers(_field(values, "change_rate"), "change_rate", exits, high=1),
-        agreement=_numbers(_field(values, "agreement"), "agreement", stages, high=1),
-        flip_thresholds=tuple(
-            _numbers(_field(flips, str(eps)), "flip_thresholds", exits, null=math.inf) for eps in EPS
-        ),
-    )
-
-
-def _damaged(name: str, given: object, allowed: str) -> RunError:
-    return RunError(setting=name, given=given, allowed=allowed, remedy="calibrate again")
-
-
-def _field(values: object, name: str) -> Any:
-    if not isinstance(values, Mapping) or name not in values:
-        raise _damaged(name, None, "given")
-    return values[name]
-
-
-def _whole(values: object, name: str, least: int) -> int:
-    value = _field(values, name)
-    if type(value) is not int or value < least:
-        raise _damaged(name, value, f"a whole number of at least {least}")
-    return value
-
-
-def _numbers(
-    values: object, name: str, count: int, *, high: float = sys.float_info.max, null: float | None = None
-) -> tuple[float, ...]:
-    """`count` numbers of 0..high. Where `null` is given, null stands for it."""
-    if not isinstance(values, list) or len(values) != count:
-        raise _damaged(name, values, f"a list of {count} numbers")
-    for value in values:
-        fits = null is not None if value is None else type(value) in (int, float) and 0 <= value <= high
-        if not fits:
-            raise _damaged(name, value, f"a number of 0..{high:g}")
-    return tuple(null if value is None and null is not None else float(value) for value in values)
+def calibration_of(values: Mapping[str, Any]) -> Calibration:
+    """What `calibration_dict` gave. `_read` says of any error here that the file is damaged."""
+    flips = values["flip_thresholds"]
+    thresholds = [[math.inf if tau is None else tau for tau in flips[str(eps)]] for eps in EPS]
+    calibration: Calibration = build_dataclass(Calibration, {**values, "flip_thresholds": thresholds})
+    return calibration
 
 
 # The tuning
@@ -279,22 +235,18 @@ def selection_dict(selection: DrafterSelection | None) -> dict[str, Any] | None:
 def _selection_of(values: Any) -> DrafterSelection | None:
     if values is None:
         return None
-    acceptance = {}
-    for name, given in values["acceptance"].items():
-        bounds, rates = (tuple(map(float, given[part])) for part in ("bounds", "rates"))
-        shares = None if given["shares"] is None else tuple(map(float, given["shares"]))
-        acceptance[str(name)] = Acceptance(bounds, rates, shares)
-    steps = _whole({"steps": MAX_STEPS, **values}, "steps", 1)  # 0.4 kept neither these nor a vocabulary
+    acceptance = {
+        str(name): Acceptance(**{part: row and tuple(row) for part, row in given.items()})
+        for name, given in values["acceptance"].items()
+    }
+    steps, vocabulary = values.get("steps", MAX_STEPS), values.get("vocabulary")  # 0.4 kept neither at first
+    if not all(type(number) is int and number >= 0 for number in (steps - 1, *(vocabulary or ()))):
+        raise ValueError("its steps or tokens are no whole numbers")
     policy = ExpectedGainPolicy(acceptance, _costs_of(values["costs"]), float(values["speedup"]), steps)
-    vocabulary = values.get("vocabulary")
-    if vocabulary is not None:
-        vocabulary = tuple(_whole({"token": token}, "token", 0) for token in vocabulary)
-    return DrafterSelection(
-        tuple(map(str, values["drafters"])), policy, float(values["predicted"]), vocabulary
-    )
+    drafters, predicted = tuple(map(str, values["drafters"])), float(values["predicted"])
+    return DrafterSelection(drafters, policy, predicted, None if vocabulary is None else tuple(vocabulary))
 
 
 def _costs_of(values: Any) -> PositionCosts:
-    verify = {int(size): float(seconds) for size, seconds in values["verify"].items()}
-    rest = {name: float(values[name]) for name in ("draft", "keep", "uneven")}
-    return PositionCosts(verify, **rest, start=float(values.get("start", 0.0)))
+    verify = {int(size): seconds for size, seconds in values["verify"].items()}
+    return PositionCosts(**{**values, "verify": verify})

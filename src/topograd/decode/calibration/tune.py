@@ -124,10 +124,8 @@ def record(
             elif isinstance(drafter, DraftStageDrafter):
                 exits = [batch[0].cache.hidden(batch, stage, counts) for stage in engine.exits]
                 states = drafter.stage.pick(torch.stack(exits, dim=1))[None]
-                inputs, steps = (
-                    torch.tensor([tokens], device=states.device),
-                    min(RECORDED_STEPS, drafter.most),
-                )
+                inputs = torch.tensor([tokens], device=states.device)
+                steps = min(RECORDED_STEPS, drafter.most)
                 each = [drafter.stage.readout(g)[0] for g in drafter.stage.unroll(inputs, states, steps)]
             else:
                 assert not isinstance(drafter, AutoregressiveDrafter), drafter.name

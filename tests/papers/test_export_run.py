@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from papers.export_run import export
 from raising import refused
 from topograd.cli.main import main
 from topograd.errors import CheckpointError, RunError
-from topograd.runs.export import export
 from topograd.runs.folder import Run
 from topograd.runs.session import heldout_text, open_session
 from topograd.training.evaluation import evaluate

@@ -1,6 +1,6 @@
 """Export of a run for inference: its newest weights in bfloat16, without optimizer.
 
-    python -m topograd.runs.export RUN TARGET
+    python -m papers.export_run RUN TARGET
 
 The rest of the folder (settings, log, tokenizer, results) is copied. What is exported can be evaluated,
 calibrated and run, and is float32 once loaded; it cannot be trained further.
@@ -40,7 +40,7 @@ def export(source: Path, target: Path) -> Path:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("give two folders: python -m topograd.runs.export RUN TARGET")
+        sys.exit("give two folders: python -m papers.export_run RUN TARGET")
     try:
         export(Path(sys.argv[1]), Path(sys.argv[2]))
     except TopogradError as error:
