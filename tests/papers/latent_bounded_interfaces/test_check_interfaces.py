@@ -152,7 +152,7 @@ def test_the_plan_table() -> None:
         ("plan --workers 0", "0 workers were given for 6 regions; give 1, or one for each region"),
         ("plan --workers 5", "5 workers were given for 6 regions; give 1, or one for each region"),
         ("plan --regions 2", "--regions is 2; it must be at least 3"),
-        ("plan --width 30", "width 30 does not split into 4 heads"),
+        ("plan --width 30", "width is 30; it must be a multiple of twice the 4 heads"),
         ("plan --jacobian guess", "--jacobian is 'guess'; it must be one of"),
     ],
 )

@@ -134,7 +134,7 @@ def test_bad_input_is_refused(stack: GPT, monkeypatch: pytest.MonkeyPatch) -> No
         ({"regions": 2}, "regions is 2; it must be at least 3"),
         ({"region_layers": 0}, "region_layers is 0; it must be at least 1"),
         ({"batch": 0}, "batch is 0; it must be at least 1"),
-        ({"width": 30}, "width 30 does not split into 4 heads"),
+        ({"width": 30}, "width is 30; it must be a multiple of twice the 4 heads"),
         ({"heads": 0}, "heads is 0; it must"),
         ({"vocab": 0}, "vocab is 0; it must"),
     ],
