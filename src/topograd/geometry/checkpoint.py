@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
-from topograd.geometry.factors import Batch, Outputs, each_batch
+from topograd.geometry.factors import Batch, Outputs, each_batch, outputs_of
 from topograd.geometry.finite_share import Share, share_along
 from topograd.geometry.gram_sums import Remembered
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
@@ -59,6 +59,7 @@ from topograd.geometry.paths import Likelihood
 from topograd.geometry.rates import POINTS as RATE_POINTS
 from topograd.geometry.rates import fit_rate, local_slope, log_grid
 from topograd.geometry.singular.invariants import rlct, singular_fluctuation
+from topograd.geometry.singular.terms import refuse_random
 from topograd.geometry.sketches import Sketched, flattest
 from topograd.geometry.symmetries import Symmetry, length, without_symmetries
 from topograd.geometry.symmetry_search import find_symmetries
@@ -157,11 +158,13 @@ def read_checkpoint(
     if scans is not None and scans < 1:
         raise GeometryError(setting="scans", given=scans, allowed="at least 1 direction")
     refuse_quantised(model)
+    refuse_random(model)
     first, every, samples = _first_and_all(batches)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     softmax = loss == "cross-entropy" or isinstance(loss, CrossEntropy)
     likelihood: Likelihood = "cross-entropy" if softmax else "squared-error"
     example = short_example(first[0], parameters)
+    _refuse_noise(model, example, outputs or outputs_of)
     flat = _Candidates(model)
     inspection = inspect(
         model,
@@ -281,14 +284,15 @@ class _Scanner:
         parts = {name: ratio * part for name, part in left.items() if part.any()}
         reading, change = self._scan(layer, parts)
         reading = self._at_scale(replace(reading, symmetry_share=along), parts)
+        jet = reading.jet is not None and reading.jet.order is not None
         if change is not None:
             self._moving[layer] = (parts, change)
-        elif reading.share is not None and reading.share.value > 0:
+        elif jet or (reading.share is not None and reading.share.value > 0):
             reach = WINDOWS[0][1]
             self._refused.append(
                 f"{layer}: K leaves the rounding of the outputs only above t = {reach:g}: it has no order"
             )
-            return replace(reading, fisher=2 * self._probe.floor / reach**2)
+            return replace(reading, fisher=2 * self._probe.floor / reach**2, limit=None)
         else:
             self._flat[layer] = raw
             self._refused.append(
@@ -311,7 +315,7 @@ class _Scanner:
                 self._has_jets = False
                 self._refused.append(f"no jets: {' '.join(str(problem).split())[:120]}")
         kind = reading.kind
-        if reading.order is None and reading.fisher and jet is not None and jet.order is not None:
+        if reading.order is None and jet is not None and jet.order is not None:
             kind = "live" if jet.order == 1 else "dead"  # the crossover may lie below the window
         return replace(reading, kind=kind, share=share, jet=jet)
 
@@ -435,6 +439,20 @@ class _Candidates:
             return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
 
         self.found[layer] = Candidate(layer, U, V, scale, flatness, increment)
+
+
+@torch.no_grad()
+def _refuse_noise(model: nn.Module, example: Any, call: Outputs) -> None:
+    """Raise GeometryError where two calls of a model in training mode differ: dropout that is no module."""
+    if any(module.training for module in model.modules()):
+        used = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+        with torch.random.fork_rng(used):
+            if not torch.equal(call(model, example), call(model, example)):
+                raise GeometryError(
+                    f"{type(model).__name__} draws at random, as dropout in training mode does",
+                    setting="model",
+                    remedy="call model.eval() first",
+                )
 
 
 def _along(factor: Factor, x: Tensor) -> float:

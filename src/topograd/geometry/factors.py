@@ -230,7 +230,7 @@ def reduce_batches(
 
 @contextmanager
 def plain_kernels(model: nn.Module) -> Iterator[None]:
-    """Layers of torch's encoder, and experts of transformers, as one operator after the other.
+    """Layers of torch's encoder, experts of transformers and compiled modules as one operator after the other.
 
     Their joint kernels have no forward-mode derivative, or no float64, and hide the maps.
     """
@@ -241,7 +241,8 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         for config in configs.values():
             setattr(config, name, "eager")
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for key, config in configs.items():

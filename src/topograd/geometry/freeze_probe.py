@@ -39,8 +39,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
 from topograd.geometry.heads import find_heads, is_transposed, linear_sides
-from topograd.geometry.paths import Replaced, as_double
-from topograd.geometry.powers import plain_operators, powered, powers_of
+from topograd.geometry.paths import Replaced, as_double, in_double
+from topograd.geometry.powers import powered, powers_of
 from topograd.geometry.rates import fit_rate, log_grid
 from topograd.geometry.singular.terms import refuse_random
 
@@ -296,7 +296,7 @@ class _Probe:
         seen: dict[str, _Seen] = {}
         hooks = [self._model.get_submodule(name).register_forward_hook(_hook(name, seen)) for name in names]
         try:
-            with plain_operators():
+            with in_double():  # attention as products and a softmax, of which each is one operator
                 return seen, self._network(weights, self._inputs)
         finally:
             for hook in hooks:

@@ -14,8 +14,7 @@ Symbols and shapes. Outputs (samples, ..., outputs). Cost: one forward pass of t
 first layer that moves on.
 Source: "Dead Directions: Geometric Singular Learning" §12.1 (readings of one checkpoint); the sketch after
 Charikar, Chen and Farach-Colton, "Finding frequent items in data streams".
-Limits. A model that computes in float32 inside (norms of
-transformers do) resolves that much less, and has a higher floor.
+Limits. A model that rounds by itself, as quantised activations do, has a higher floor.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
 from topograd.geometry.host_copy import check_finite
 from topograd.geometry.jets import FixedMaps, Jet, read_jet
-from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence, each_divergence
+from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence, each_divergence, in_double
 from topograd.geometry.replay import Replay
 
 BUCKETS = 2048
@@ -55,7 +53,7 @@ class InDouble:
 
     def with_graph(self, values: Mapping[str, Tensor]) -> Tensor:
         """The outputs, as torch's autograd sees them."""
-        with sdpa_kernel(SDPBackend.MATH):  # the only one with a forward-mode derivative
+        with in_double():
             return self._network({**self._buffers, **values}, self._inputs)
 
     def __call__(self, values: Mapping[str, Tensor]) -> Tensor:

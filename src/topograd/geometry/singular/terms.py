@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from topograd.errors import GeometryError
 from topograd.geometry.host_copy import check_finite
@@ -74,8 +76,8 @@ def sampled_weights(model: nn.Module, names: str | Sequence[str] | None) -> Weig
 def refuse_random(model: nn.Module) -> None:
     """Raise GeometryError for dropout and batch statistics that are switched on."""
     for name, module in model.named_modules():
-        random = (isinstance(module, nn.Dropout) and module.p > 0) or isinstance(
-            module, nn.modules.batchnorm._BatchNorm
+        random = (isinstance(module, _DropoutNd) and module.p > 0) or isinstance(
+            module, _BatchNorm
         )
         if random and module.training:
             raise GeometryError(
