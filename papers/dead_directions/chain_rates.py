@@ -44,10 +44,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from papers.dead_directions.catalogue.networks import ACTIVATE, NORMS
-from topograd.geometry.rules.architectures import Chain
-from topograd.geometry.rules.blocks import predict
 from papers.outcome import Asked, Result, ResultTable, Row
 from topograd.geometry.rates import Rate, fit_rate, local_slope
+from topograd.geometry.rules.architectures import Chain
+from topograd.geometry.rules.blocks import predict
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import ChainedReLURescale

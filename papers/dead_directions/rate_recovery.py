@@ -39,10 +39,10 @@ from torch import Tensor
 
 from papers.dead_directions.catalogue.cells import compare, tolerance
 from papers.dead_directions.catalogue.networks import trace_chain
-from topograd.geometry.rules.architectures import Architecture, Chain
 from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.verdicts import Claim, above, within
 from topograd.geometry.rates import fit_rate, log_grid
+from topograd.geometry.rules.architectures import Architecture, Chain
 
 DEPTH, SAMPLES = 4, 300
 SURE = (1.0, 8.0, 30.0)

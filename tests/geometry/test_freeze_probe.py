@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.geometry.rules import Attention, Chain, predict
 from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.freeze_probe import ProbedLayer, freeze_probe, named_channels
+from topograd.geometry.rules import Attention, Chain, predict
 
 
 def numbers(*shape: int) -> Tensor:

@@ -24,6 +24,7 @@ from papers.dead_directions.catalogue.constants import (
 )
 from papers.dead_directions.catalogue.probing import Measurement, probe
 from papers.dead_directions.families.two_layer import relu_schur_fraction
+from topograd.geometry.rates import LEAK
 from topograd.geometry.rules.architectures import (
     ACTIVATIONS,
     Architecture,
@@ -36,7 +37,6 @@ from topograd.geometry.rules.architectures import (
 )
 from topograd.geometry.rules.blocks import predict
 from topograd.geometry.rules.chains import DERIVED, PAPER, Prediction
-from topograd.geometry.rates import LEAK
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from papers.dead_directions.catalogue.networks import dead_diagonal, layer_norm, normal, trace_chain
 from papers.dead_directions.catalogue.probing import dead_distance
-from topograd.geometry.rules.architectures import Chain
 from topograd.errors import GeometryError
+from topograd.geometry.rules.architectures import Chain
 
 NODES = 100
 """Points of the quadrature."""

@@ -41,6 +41,8 @@ from papers.dead_directions.catalogue.networks_blocks import (
     trace_gated,
     trace_mixer,
 )
+from topograd.errors import GeometryError
+from topograd.geometry.rates import SPAN, UPPER, Noise, Rate, fit_rate, log_grid
 from topograd.geometry.rules.architectures import (
     Architecture,
     Attention,
@@ -50,8 +52,6 @@ from topograd.geometry.rules.architectures import (
     Mixer,
 )
 from topograd.geometry.rules.blocks import predict
-from topograd.errors import GeometryError
-from topograd.geometry.rates import SPAN, UPPER, Noise, Rate, fit_rate, log_grid
 
 SMALLEST = 1e-290
 """Second moments below this have lost digits in float64."""

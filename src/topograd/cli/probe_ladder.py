@@ -34,7 +34,6 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 32,
     "num_local_experts": 4,
     "num_experts": 4,
-    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,

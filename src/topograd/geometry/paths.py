@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Outputs, outputs_of, plain_kernels
+from topograd.geometry.factors import Outputs, mapped, outputs_of, plain_kernels
 from topograd.geometry.host_copy import check_finite, squared_norm
 from topograd.geometry.rates import Rate, fit_rate, log_grid
 
@@ -315,8 +315,4 @@ def _longest(value: Any) -> Any:
 
 def as_double(value: Any) -> Any:
     """Floating tensors in float64, also inside of tuples and mappings."""
-    if isinstance(value, Mapping):
-        return {name: as_double(part) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(as_double(part) for part in value)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return mapped(value, lambda x: x.double() if x.is_floating_point() else x)

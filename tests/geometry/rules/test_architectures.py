@@ -2,9 +2,9 @@
 
 import pytest
 
-from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer
 from raising import refused
 from topograd.errors import GeometryError
+from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer
 
 
 def test_a_description_names_every_departure() -> None:

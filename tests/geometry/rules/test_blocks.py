@@ -2,10 +2,10 @@
 
 import pytest
 
-from topograd.geometry.rules import Attention, Block, Composition, GatedStack, Mixer, predict
-from topograd.geometry.rules.blocks import amplitudes
 from raising import refused
 from topograd.errors import GeometryError
+from topograd.geometry.rules import Attention, Block, Composition, GatedStack, Mixer, predict
+from topograd.geometry.rules.blocks import amplitudes
 
 
 @pytest.mark.parametrize("blocks", range(1, 9))

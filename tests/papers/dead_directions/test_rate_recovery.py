@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from papers.dead_directions import rate_recovery as study
 from papers.dead_directions.catalogue.networks import trace_chain
-from topograd.geometry.rules.architectures import Chain
 from papers.outcome import asked
 from papers.run import run_study
+from topograd.geometry.rules.architectures import Chain
 
 
 @pytest.fixture(scope="module")

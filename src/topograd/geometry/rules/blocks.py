@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from topograd.errors import GeometryError
 from topograd.geometry.rules.architectures import (
     Architecture,
     Attention,
@@ -50,7 +51,6 @@ from topograd.geometry.rules.architectures import (
     Mixer,
 )
 from topograd.geometry.rules.chains import DERIVED, PAPER, Prediction, predict_chain
-from topograd.errors import GeometryError
 
 
 def predict(architecture: Architecture) -> tuple[Prediction, ...]:

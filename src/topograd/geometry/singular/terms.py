@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from topograd.errors import GeometryError
+from topograd.geometry.factors import refuse_training
 from topograd.geometry.host_copy import check_finite
 from topograd.geometry.losses import IGNORED, OwnLoss
 
@@ -75,14 +76,4 @@ def sampled_weights(model: nn.Module, names: str | Sequence[str] | None) -> Weig
 
 def refuse_random(model: nn.Module) -> None:
     """Raise GeometryError for dropout and batch statistics that are switched on."""
-    for name, module in model.named_modules():
-        random = (isinstance(module, _DropoutNd) and module.p > 0) or isinstance(
-            module, _BatchNorm
-        )
-        if random and module.training:
-            raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode",
-                setting="model",
-                given=name,
-                remedy="call model.eval() first",
-            )
+    refuse_training(model, _DropoutNd, _BatchNorm)

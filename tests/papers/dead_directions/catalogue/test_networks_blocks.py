@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from papers.dead_directions.catalogue.networks import layer_norm
 from papers.dead_directions.catalogue.networks_blocks import Maps, attend, trace_attention
-from topograd.geometry.rules import Attention
 from raising import refused
 from topograd.errors import GeometryError
+from topograd.geometry.rules import Attention
 
 T = torch.tensor([1e-2, 0.3, 0.0], dtype=torch.float64)
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from papers.dead_directions.catalogue import Measurement, ladder, probe
 from papers.dead_directions.catalogue.networks import ACTIVATE, _frames, _weight, normal, trace_chain
 from papers.dead_directions.catalogue.probing import _cotangents, asymptotic_window, dead_distance
-from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
-from topograd.geometry.rules.architectures import Architecture
 from raising import refused
 from tests.oracles.factors_of_chain import factors_of_chain
 from topograd.errors import GeometryError
 from topograd.geometry.rates import fit_rate, log_grid
+from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
+from topograd.geometry.rules.architectures import Architecture
 
 
 def by_node(architecture: Architecture, samples: int | None = 200, seed: int = 0) -> dict[str, Measurement]:
