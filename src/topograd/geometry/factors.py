@@ -194,9 +194,8 @@ def reduce_batches(
     with _frozen(model), plain_kernels(model), torch.enable_grad():
         for inputs, targets in each_batch(batches):
             with tracer:
-                predicted = (outputs or outputs_of)(
-                    model, mapped(inputs, Tensor.detach)
-                )  # the graph begins at layers
+                # the graph begins at the layers
+                predicted = (outputs or outputs_of)(model, mapped(inputs, Tensor.detach))
             if not isinstance(predicted, Tensor):
                 raise GeometryError(
                     f"the model answered with a {type(predicted).__name__}",
@@ -221,7 +220,7 @@ def reduce_batches(
 
 
 def refuse_training(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise GeometryError for modules of these kinds in training mode: dropout that drops, batch statistics."""
+    """Raise GeometryError for modules of these kinds in training mode, as dropout and batch statistics."""
     for name, module in model.named_modules():
         if module.training and isinstance(module, kinds) and getattr(module, "p", 1) > 0:
             raise GeometryError(
@@ -234,7 +233,7 @@ def refuse_training(model: nn.Module, *kinds: type[nn.Module]) -> None:
 
 @contextmanager
 def plain_kernels(model: nn.Module) -> Iterator[None]:
-    """Layers of torch's encoder, experts of transformers and compiled modules as one operator after the other.
+    """torch's encoder layers, experts of transformers and compiled modules, one operator after the other.
 
     Their joint kernels have no forward-mode derivative, or no float64, and hide the maps.
     """
