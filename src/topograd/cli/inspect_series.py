@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,14 +38,8 @@ def run_series(args: Inspect) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Opened:
-    """One checkpoint, on the device and in the type that were asked for."""
-
-    step: int
-    probe: ProbeModel
-    fresh: Callable[[], nn.Module]
-    """A random model of its shape."""
+Opened = tuple[int, "ProbeModel", "Callable[[], nn.Module]"]
+"""The step of a checkpoint, its model with text, and what makes a random model of its shape."""
 
 
 def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
@@ -59,13 +53,12 @@ def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
     with work_progress(f"reading {folder}: checkpoints") as on_more:
         for done, opened in enumerate(checkpoints):
             on_more(done, len(checkpoints))
-            one = opened()
+            step, probe, fresh = opened()
             if reader is None:
-                probe = one.probe
                 reader = SeriesReader(probe.batches[:MAX_BATCHES], probe.outputs, SAMPLING)
-                random = SeriesReader(reader.batches, probe.outputs, None).read(one.fresh(), 0)
+                random = SeriesReader(reader.batches, probe.outputs, None).read(fresh(), 0)
                 text = probe.text
-            points.append(reader.read(one.probe.model, one.step))
+            points.append(reader.read(probe.model, step))
             on_more(done + 1, len(checkpoints))
     assert reader is not None
     assert random is not None
@@ -113,7 +106,7 @@ def _open_own(args: Inspect, folder: Path, name: str) -> Opened:
         made: nn.Module = moved(build_stack(session.config)[0].eval(), args.device, args.dtype)
         return made
 
-    return Opened(session.step, probe, fresh)
+    return session.step, probe, fresh
 
 
 def _hugging_face_checkpoints(args: Inspect, folder: Path) -> list[Callable[[], Opened]]:
@@ -144,7 +137,7 @@ def _open_hugging_face(args: Inspect, step: int, folder: Path) -> Opened:
         made: nn.Module = moved(type(model)(model.config).eval(), args.device, args.dtype)
         return made
 
-    return Opened(step, probe, fresh)
+    return step, probe, fresh
 
 
 def _step_of(folder: Path) -> int:

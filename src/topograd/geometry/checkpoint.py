@@ -166,16 +166,8 @@ def read_checkpoint(
     example = short_example(first[0], parameters)
     _refuse_noise(model, example, outputs or outputs_of)
     flat = _Candidates(model)
-    inspection = inspect(
-        model,
-        every,
-        loss,
-        fisher,
-        layers=layers,
-        outputs=outputs,
-        generator=generator,
-        on_factors=flat.take,
-    )
+    how: dict[str, Any] = {"outputs": outputs, "generator": generator}
+    inspection = inspect(model, every, loss, fisher, layers=layers, on_factors=flat.take, **how)
     candidates = [flat.found[name] for name in inspection.layers if name in flat.found]
     places = {name: place for place, name in enumerate(inspection.layers)}
     n_beta = inspection.terms / math.log(max(inspection.terms, 3))
@@ -184,28 +176,13 @@ def read_checkpoint(
     if known:
         assert loss is not None
         directions = {one.layer: (one.inputs, one.outputs, one.scale) for one in candidates}
-        fishers = read_layers(
-            model, samples, loss_named(loss), directions, n_beta, outputs=outputs, generator=generator
-        )
+        fishers = read_layers(model, samples, loss_named(loss), directions, n_beta, **how)
     few = short_example(example, parameters, SEARCHED)
     search = find_symmetries(model, InDouble(model, few, outputs), softmax=softmax)
     probe = Probe(model, example, likelihood, outputs, layers)
     refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
     if loss is not None and not known:
         refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
-    symmetries = [
-        DirectionReading(
-            one.names[0].removesuffix(".weight"),
-            "symmetry",
-            limit=0.0,
-            share=Share(n_beta, 0.0, (0.0, 0.0)),
-            symmetry_share=1.0,
-            dimensions=one.dimensions(probe.parameters),
-            group=one.group,
-            moves=one.names,
-        )
-        for one in search.symmetries
-    ]
     candidates.sort(key=lambda one: fishers[one.layer][0].fisher if one.layer in fishers else one.flatness)
     most = scans or max(MIN_SCANS, int(SCANNED / max(parameters, 1)))
     if len(candidates) > most:
@@ -221,9 +198,8 @@ def read_checkpoint(
     if on_scan is not None:
         on_scan(total, total)
     readings.sort(key=lambda one: places[one.layer])
-    return CheckpointReading(
-        inspection, (*symmetries, *joint, *readings), tuple(dict.fromkeys(refused)), fishers
-    )
+    directions = (*scanner.groups(), *joint, *readings)
+    return CheckpointReading(inspection, directions, tuple(dict.fromkeys(refused)), fishers)
 
 
 @dataclass(frozen=True)
@@ -272,14 +248,27 @@ class _Scanner:
                 return [first, other]
         return [first]
 
+    def groups(self) -> list[DirectionReading]:
+        """The groups of symmetries that were taken out."""
+        return [
+            self._symmetry(
+                one.names[0].removesuffix(".weight"),
+                one.names,
+                symmetry_share=1.0,
+                dimensions=one.dimensions(self._probe.parameters),
+                group=one.group,
+            )
+            for one in self._symmetries
+        ]
+
+    def _symmetry(self, layer: str, moves: tuple[str, ...], **more: Any) -> DirectionReading:
+        none = Share(self._n_beta, 0.0, (0.0, 0.0))
+        return DirectionReading(layer, "symmetry", limit=0.0, share=none, moves=moves, **more)
+
     def _read(self, layer: str, raw: Parts) -> DirectionReading:
         left, along = without_symmetries(raw, self._symmetries, self._probe.parameters)
         if along > ALONG:
-            none = Share(self._n_beta, 0.0, (0.0, 0.0))
-            moves = tuple(left)
-            return DirectionReading(
-                layer, "symmetry", limit=0.0, share=none, symmetry_share=along, moves=moves
-            )
+            return self._symmetry(layer, tuple(left), symmetry_share=along)
         ratio = length(raw) / length(left)
         parts = {name: ratio * part for name, part in left.items() if part.any()}
         reading, change = self._scan(layer, parts)
