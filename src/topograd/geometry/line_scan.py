@@ -187,5 +187,10 @@ def each_sample(batch: Any) -> Iterator[Any]:
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    mapped(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+
+    def see(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    mapped(value, see)
     return found
