@@ -188,7 +188,7 @@ def _amplitudes(chain: Chain) -> list[int]:
     """b_l of a chain with norms, from b_{l+1} + 1 on.
 
     LayerNorm, and a group with live units, begin again at 0. BatchNorm takes away the amplitude f that the
-    dead unit has there, so that b may be below 0. RMSNorm caps by its place q: each (smooth σ), or the topmost.
+    dead unit has there, so that b may be below 0. RMSNorm caps by its place q: each (smooth σ), or the last.
     """
     smooth = chain.activation in ("gelu", "tanh")
     backward = [0] * (chain.depth + 1)
