@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
-from topograd.geometry.factors import Batch, Outputs, each_batch, outputs_of
+from topograd.geometry.factors import Batch, Outputs, each_batch, outputs_of, refuse_random
 from topograd.geometry.finite_share import Share, share_along
 from topograd.geometry.gram_sums import Remembered
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
@@ -59,7 +59,6 @@ from topograd.geometry.paths import Likelihood
 from topograd.geometry.rates import POINTS as RATE_POINTS
 from topograd.geometry.rates import fit_rate, local_slope, log_grid
 from topograd.geometry.singular.invariants import rlct, singular_fluctuation
-from topograd.geometry.singular.terms import refuse_random
 from topograd.geometry.sketches import Sketched, flattest
 from topograd.geometry.symmetries import Symmetry, length, without_symmetries
 from topograd.geometry.symmetry_search import find_symmetries

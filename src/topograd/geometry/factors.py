@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from topograd.errors import GeometryError
 from topograd.files import write_atomic
@@ -189,7 +190,7 @@ def reduce_batches(
 ) -> tuple[CallTracer, int]:
     """Pass every row h and δ of the batches to the reducer; the traced calls and the loss terms."""
     check_fisher(fisher)
-    refuse_training(model, _BatchNorm)
+    refuse_random(model, (_BatchNorm,))
     tracer, samples = CallTracer(model, reducer), 0
     with _frozen(model), plain_kernels(model), torch.enable_grad():
         for inputs, targets in each_batch(batches):
@@ -219,8 +220,8 @@ def reduce_batches(
     return tracer, samples
 
 
-def refuse_training(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise GeometryError for modules of these kinds in training mode, as dropout and batch statistics."""
+def refuse_random(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (_DropoutNd, _BatchNorm)) -> None:
+    """Raise GeometryError for dropout and batch statistics that are switched on."""
     for name, module in model.named_modules():
         if module.training and isinstance(module, kinds) and getattr(module, "p", 1) > 0:
             raise GeometryError(

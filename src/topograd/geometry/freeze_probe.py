@@ -37,12 +37,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Outputs
+from topograd.geometry.factors import Outputs, refuse_random
 from topograd.geometry.heads import find_heads, is_transposed, linear_sides
 from topograd.geometry.paths import Replaced, as_double, in_double
 from topograd.geometry.powers import powered, powers_of
 from topograd.geometry.rates import fit_rate, log_grid
-from topograd.geometry.singular.terms import refuse_random
 
 WINDOWS = ((1e-5, 1e-3), (1e-7, 1e-5), (1e-3, 1e-1))
 """Of t, tried in this order until a rate can be read."""

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import DivergenceError, GeometryError
-from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.factors import Batch, Outputs, refuse_random
 from topograd.geometry.host_copy import first_not_finite, squared_norm, to_host
 from topograd.geometry.losses import OwnLoss
 from topograd.geometry.paths import Replaced
 from topograd.geometry.replay import Replay
-from topograd.geometry.singular.terms import Weights, per_term, refuse_random
+from topograd.geometry.singular.terms import Weights, per_term
 
 OnStep = Callable[[int, int], None]
 """(steps done, steps in all)."""

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import refuse_training
 from topograd.geometry.host_copy import check_finite
 from topograd.geometry.losses import IGNORED, OwnLoss
 
@@ -72,8 +69,3 @@ def sampled_weights(model: nn.Module, names: str | Sequence[str] | None) -> Weig
             )
     check_finite(weights)
     return weights
-
-
-def refuse_random(model: nn.Module) -> None:
-    """Raise GeometryError for dropout and batch statistics that are switched on."""
-    refuse_training(model, _DropoutNd, _BatchNorm)
