@@ -290,7 +290,7 @@ def each_batch(batches: Any) -> Iterator[Batch]:
         yield batch[0], batch[1]
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, change: Callable[..., Tensor]) -> Any:
     """What a model is given, with every tensor changed: also inside of tuples and mappings."""
     if isinstance(value, Mapping):
         return {name: mapped(part, change) for name, part in value.items()}
