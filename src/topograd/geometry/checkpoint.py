@@ -197,8 +197,8 @@ def read_checkpoint(
     if on_scan is not None:
         on_scan(total, total)
     readings.sort(key=lambda one: places[one.layer])
-    directions = (*scanner.groups(), *joint, *readings)
-    return CheckpointReading(inspection, directions, tuple(dict.fromkeys(refused)), fishers)
+    every_one = (*scanner.groups(), *joint, *readings)
+    return CheckpointReading(inspection, every_one, tuple(dict.fromkeys(refused)), fishers)
 
 
 @dataclass(frozen=True)
