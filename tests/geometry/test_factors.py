@@ -450,7 +450,8 @@ def test_compiled_models_run_as_they_are_written() -> None:
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
     batch = (x, torch.zeros(5, 2))
     plain = kfac_factors(model, batch, "squared-error")
-    found = kfac_factors(torch.compile(model, backend=backend), batch, "squared-error")
+    made: Any = torch.compile(model, backend=backend)
+    found = kfac_factors(made, batch, "squared-error")
     assert not compiled
     for one, other in zip(plain.values(), found.values(), strict=True):
         assert torch.equal(one.A, other.A)
