@@ -1,5 +1,6 @@
 """`topograd coefficient` on a run and on a Hugging Face folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def test_what_was_sampled_before_ctrl_c_is_shown(
     monkeypatch.setattr(parts, "sample", once)
     answer = call("coefficient", staged, "--layers", 2, "--draws", 8, "--json")
     assert answer.code == 130
-    assert [part["name"] for part in answer.json["parts"]] == ["layers.0"]
-    assert answer.json["unfinished"] == ["layers.1"]
+    shown = json.loads(answer.out)
+    assert [part["name"] for part in shown["parts"]] == ["layers.0"]
+    assert shown["unfinished"] == ["layers.1"]
     assert "1 of 2 parts were sampled" in answer.err
 
 
