@@ -1,11 +1,13 @@
 """`topograd coefficient` on a run and on a Hugging Face folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from topograd.geometry.singular import parts
 from topograd.geometry.singular.langevin import SEARCHED, TIMED, Target
 
 
@@ -63,6 +65,28 @@ def test_heads_of_a_hugging_face_folder(call: Any, tmp_path: Path) -> None:
     assert answer.code == 0
     assert "λ̂ by part" in answer.out
     assert "2 parts" in answer.err
+
+
+def test_what_was_sampled_before_ctrl_c_is_shown(
+    call: Any, staged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of a large model were lost."""
+    sampled = parts.sample
+
+    def once(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(parts, "sample", interrupted)
+        return sampled(*given, **named)
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "sample", once)
+    answer = call("coefficient", staged, "--layers", 2, "--draws", 8, "--json")
+    assert answer.code == 130
+    shown = json.loads(answer.out)
+    assert [part["name"] for part in shown["parts"]] == ["layers.0"]
+    assert shown["unfinished"] == ["layers.1"]
+    assert "1 of 2 parts were sampled" in answer.err
 
 
 def test_what_cannot_be_sampled_is_one_line(staged: Path, call: Any, tmp_path: Path) -> None:

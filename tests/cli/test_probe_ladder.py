@@ -55,3 +55,16 @@ def test_bad_requests_are_one_line(call: Call, words: tuple[str, ...], named: st
     assert found.code == 2
     assert named in found.err
     assert len(found.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
+def test_tiny_models_with_experts_are_tiny(kind: str) -> None:
+    """Their classes have 60 and 128 experts by default."""
+    import transformers
+
+    from topograd.cli.probe_ladder import _tiny
+
+    found = getattr(transformers, kind)
+    model, inputs, _ = _tiny(found, found.config_class)
+    assert sum(p.numel() for p in model.parameters()) < 200_000
+    assert model(**inputs).logits.shape[-1] == 96

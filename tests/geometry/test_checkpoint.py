@@ -298,6 +298,24 @@ def test_experts_of_transformers_are_read_one_by_one() -> None:
     assert not [one.layer for one in reading.directions if one.kind == "dead"]
 
 
+def test_a_square_below_the_rounding_of_its_window_is_live_by_its_derivatives() -> None:
+    """K at t = 0.1 is hidden by rounding, and the first derivative is not 0."""
+
+    class Rounds(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            f = super().forward(x)
+            return f + ((f * 1e7).round() / 1e7 - f).detach()  # values are rounded, derivatives are not
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Rounds(3, 2).double()), torch.randn(60, 3).double()
+    x[:, 2] *= 1e-5
+    found = read_checkpoint(model, (x, model(x).detach()), "squared-error")
+    (one,) = [one for one in found.directions if one.group is None]
+    assert (one.kind, one.order, one.limit) == ("live", None, None)
+    assert one.jet is not None
+    assert one.jet.order == 1
+
+
 def test_a_direction_below_rounding_in_its_window_is_not_called_unused() -> None:
     """The outputs move by 1e-14 t³: above rounding at t = 1, and not at 0.1."""
 
@@ -328,6 +346,52 @@ def test_quantised_models_and_no_scans() -> None:
         read_checkpoint(model, (torch.ones(4, 3), None))
     with refused(GeometryError, setting="scans", given=0):
         read_checkpoint(nn.Linear(3, 2), (torch.ones(4, 3), None), scans=0)
+
+
+class Noisy(nn.Module):
+    """Dropout that is no module, as in OPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.map(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("dropout", [nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), Noisy()])
+def test_a_model_that_draws_at_random_is_refused_and_draws_nothing(dropout: nn.Module) -> None:
+    """Two calls differ, and every K was that of another draw."""
+    batch = (torch.randn(40, 3), torch.randint(2, (40,)))
+    state = torch.get_rng_state()
+    with refused(GeometryError, setting="model"):
+        read_checkpoint(dropout.train(), batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    draw = torch.Generator().manual_seed(0)
+    assert read_checkpoint(dropout.eval(), batch, generator=draw).directions
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_norm_whose_channels_are_not_last_is_a_note() -> None:
+    """As in SqueezeBERT."""
+
+    class Across(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mT).mT
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.still, self.map = Across(5), nn.LayerNorm(4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.map(self.norm(x) + self.still(torch.ones_like(x)))
+            return y
+
+    found = read_checkpoint(Net(), (torch.randn(20, 5, 4), torch.randint(2, (20, 5))))
+    assert any("norm has 5 gains" in why for why in found.refused)
+    assert any("outputs of still do not vary" in why for why in found.refused)
+    assert not found.inspection.norms
 
 
 def test_tied_and_frozen_models_are_read() -> None:

@@ -437,3 +437,22 @@ def test_heads_have_blocks_of_the_factors() -> None:
     assert torch.equal(found[query].G, factors[query].G[4:, 4:])
     assert torch.equal(found[query].A, factors[query].A)
     assert torch.equal(found[output].A, factors[output].A[4:, 4:])
+
+
+def test_compiled_models_run_as_they_are_written() -> None:
+    """The compiler would trace the hooks of a reading, and compile a kernel for each of them."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    batch = (x, torch.zeros(5, 2))
+    plain = kfac_factors(model, batch, "squared-error")
+    made: Any = torch.compile(model, backend=backend)
+    found = kfac_factors(made, batch, "squared-error")
+    assert not compiled
+    for one, other in zip(plain.values(), found.values(), strict=True):
+        assert torch.equal(one.A, other.A)
+        assert torch.equal(one.G, other.G)

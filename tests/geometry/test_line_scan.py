@@ -35,13 +35,30 @@ def test_a_scan_is_the_divergence_along_a_path_and_its_sketch_the_fisher() -> No
 def test_the_floor_is_rounding_and_larger_where_a_model_rounds() -> None:
     class Coarse(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).float().double()
+            return super().forward(x).round(decimals=7)
 
     x = torch.randn(20, 3).double()
     fine = Probe(net(), x, "squared-error", None, None).floor
     coarse = Probe(Coarse(*net()), x, "squared-error", None, None).floor
     assert fine < 1e-18
     assert 1e-16 < coarse < 1e-10
+
+
+def test_what_a_model_casts_to_float32_stays_in_float64() -> None:
+    """As norms, softmaxes and rotations of transformers do."""
+
+    class Casts(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(4, dtype=torch.float32, device=x.device)
+            y = super().forward(x).to(torch.float32) @ torch.diag(1 + places.float())
+            return y.type(torch.float32).softmax(-1, dtype=torch.float32).to(x.dtype)
+
+    x = torch.randn(20, 3).double()
+    probe = Probe(Casts(*net()), x, "squared-error", None, None)
+    assert probe.floor < 1e-18
+    grid = torch.tensor([1e-6, 2e-6], dtype=torch.float64)
+    small, large = probe.curve({"0.bias": torch.ones(5).double()}, grid).mean(1).tolist()
+    assert large / small == pytest.approx(4, rel=1e-4), "K is a square far below the rounding of float32"
 
 
 class Layered(nn.Module):

@@ -16,7 +16,14 @@ from torch.func import functional_call
 from raising import refused
 from tests.oracles.fisher import exact_fisher
 from topograd.errors import GeometryError
-from topograd.geometry.paths import Path, directional_fisher, divergences, each_divergence, read_order
+from topograd.geometry.paths import (
+    Path,
+    Replaced,
+    directional_fisher,
+    divergences,
+    each_divergence,
+    read_order,
+)
 from topograd.geometry.rates import log_grid
 
 WIDTH = 4
@@ -53,6 +60,33 @@ def test_the_joint_mode_of_a_chain_has_its_depth_as_order(
     assert found.fisher.slope == pytest.approx(2 * depth - 2, abs=0.05)
     assert found.divergence.slope == pytest.approx(2 * depth, abs=0.05)
     assert found.leading_ratio == pytest.approx(2 * depth**2, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_module_with_two_names_is_put_back(tied: bool) -> None:
+    """torch's `functional_call` leaves plain tensors in it."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.again, self.norm = self.first, nn.BatchNorm1d(3)
+            self.other, self.norm_again = nn.Linear(3, 3), self.norm
+            if tied:
+                self.other.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm_again(self.other(torch.tanh(self.again(self.first(x)))))
+            return y
+
+    model, x = Shared().eval(), torch.randn(4, 3)
+    before = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    zero = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not Replaced(model)(zero, x).any(), "every use has the new values"
+    after = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    assert [{name: id(p) for name, p in one.items()} for one in before] == [
+        {name: id(p) for name, p in one.items()} for one in after
+    ]
 
 
 def test_cross_entropy_has_the_same_order() -> None:

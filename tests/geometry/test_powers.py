@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from raising import refused
 from topograd.errors import GeometryError
-from topograd.geometry.powers import plain_operators, powered, powers_of
+from topograd.geometry.paths import in_double
+from topograd.geometry.powers import powered, powers_of
 
 
 def some(*powers: float) -> Tensor:
@@ -62,9 +63,9 @@ def test_norms_have_the_known_rules_forward_and_backward() -> None:
         assert powers_of(gradient)[:, 0].tolist() == [0] * 3
 
 
-def test_attention_is_made_of_plain_operators() -> None:
+def test_attention_is_made_of_in_double() -> None:
     x = powered(torch.randn(1, 2, 4, 6, generator=torch.Generator().manual_seed(0)), torch.ones(1, 2, 4, 6))
-    with plain_operators():
+    with in_double():
         made = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     assert powers_of(made).eq(1).all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,11 +69,20 @@ def run(argv: list[str]) -> int:
     about = f"{estimate:.0f} s" if estimate < 120 else f"{estimate / 60:.0f} min"
     note(f"{len(parts)} parts: about {about}, by steps timed here")
     began = time.perf_counter()
-    with work_progress(f"sampling {args.model}: steps of chains") as on_more:
-        found = sample_parts(probe, settings, parts, on_more)
+    found: list[dict[str, Any]] = []
+    try:
+        with work_progress(f"sampling {args.model}: steps of chains") as on_more:
+            for one in sample_parts(probe, settings, parts, on_more):
+                found.append(one)  # what there is when it is interrupted
+    except KeyboardInterrupt:
+        if not found:
+            raise
     results = {"model": str(args.model), "text": probe.text, "estimated_seconds": estimate, "parts": found}
+    results["unfinished"] = [part.name for part in parts[len(found) :]]
     results["seconds"] = time.perf_counter() - began
     show(args.json, results, _show)
+    if results["unfinished"]:
+        raise KeyboardInterrupt(f"interrupted: {len(found)} of {len(parts)} parts were sampled")
     return 0
 
 
@@ -110,14 +119,13 @@ def rows_of(probe: ProbeModel) -> list[tuple[Tensor, Tensor | None]]:
 
 def sample_parts(
     probe: ProbeModel, settings: Langevin, parts: Sequence[Part], on_more: OnMore
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """λ̂ of every part, as JSON holds it; a part whose chains diverge has a reason and no value."""
     from topograd.geometry.singular.parts import part_coefficients
 
     every = part_coefficients(
         probe.model, "cross-entropy", rows_of(probe), parts, settings, outputs=probe.outputs, on_step=on_more
     )
-    results: list[dict[str, Any]] = []
     for one in every:
         found = one.found
         record: dict[str, Any] = {"name": one.name, "value": None, "interval": None, "calibrated": False}
@@ -132,8 +140,7 @@ def sample_parts(
                 "n_beta": found.n_beta,
                 "terms": found.terms,
             }
-        results.append(record)
-    return results
+        yield record
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
-from topograd.geometry.factors import Batch, Outputs, each_batch
+from topograd.geometry.factors import Batch, Outputs, each_batch, outputs_of, refuse_random
 from topograd.geometry.finite_share import Share, share_along
 from topograd.geometry.gram_sums import Remembered
 from topograd.geometry.inspection import Factor, Inspection, inspect, refuse_quantised
@@ -157,22 +157,16 @@ def read_checkpoint(
     if scans is not None and scans < 1:
         raise GeometryError(setting="scans", given=scans, allowed="at least 1 direction")
     refuse_quantised(model)
+    refuse_random(model)
     first, every, samples = _first_and_all(batches)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     softmax = loss == "cross-entropy" or isinstance(loss, CrossEntropy)
     likelihood: Likelihood = "cross-entropy" if softmax else "squared-error"
     example = short_example(first[0], parameters)
+    _refuse_noise(model, example, outputs or outputs_of)
     flat = _Candidates(model)
-    inspection = inspect(
-        model,
-        every,
-        loss,
-        fisher,
-        layers=layers,
-        outputs=outputs,
-        generator=generator,
-        on_factors=flat.take,
-    )
+    how: dict[str, Any] = {"outputs": outputs, "generator": generator}
+    inspection = inspect(model, every, loss, fisher, layers=layers, on_factors=flat.take, **how)
     candidates = [flat.found[name] for name in inspection.layers if name in flat.found]
     places = {name: place for place, name in enumerate(inspection.layers)}
     n_beta = inspection.terms / math.log(max(inspection.terms, 3))
@@ -181,28 +175,13 @@ def read_checkpoint(
     if known:
         assert loss is not None
         directions = {one.layer: (one.inputs, one.outputs, one.scale) for one in candidates}
-        fishers = read_layers(
-            model, samples, loss_named(loss), directions, n_beta, outputs=outputs, generator=generator
-        )
+        fishers = read_layers(model, samples, loss_named(loss), directions, n_beta, **how)
     few = short_example(example, parameters, SEARCHED)
     search = find_symmetries(model, InDouble(model, few, outputs), softmax=softmax)
     probe = Probe(model, example, likelihood, outputs, layers)
     refused = [*inspection.notes, *search.notes, "rotations of the whole stream were not looked for"]
     if loss is not None and not known:
         refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
-    symmetries = [
-        DirectionReading(
-            one.names[0].removesuffix(".weight"),
-            "symmetry",
-            limit=0.0,
-            share=Share(n_beta, 0.0, (0.0, 0.0)),
-            symmetry_share=1.0,
-            dimensions=one.dimensions(probe.parameters),
-            group=one.group,
-            moves=one.names,
-        )
-        for one in search.symmetries
-    ]
     candidates.sort(key=lambda one: fishers[one.layer][0].fisher if one.layer in fishers else one.flatness)
     most = scans or max(MIN_SCANS, int(SCANNED / max(parameters, 1)))
     if len(candidates) > most:
@@ -218,9 +197,8 @@ def read_checkpoint(
     if on_scan is not None:
         on_scan(total, total)
     readings.sort(key=lambda one: places[one.layer])
-    return CheckpointReading(
-        inspection, (*symmetries, *joint, *readings), tuple(dict.fromkeys(refused)), fishers
-    )
+    every_one = (*scanner.groups(), *joint, *readings)
+    return CheckpointReading(inspection, every_one, tuple(dict.fromkeys(refused)), fishers)
 
 
 @dataclass(frozen=True)
@@ -269,26 +247,40 @@ class _Scanner:
                 return [first, other]
         return [first]
 
+    def groups(self) -> list[DirectionReading]:
+        """The groups of symmetries that were taken out."""
+        return [
+            self._symmetry(
+                one.names[0].removesuffix(".weight"),
+                one.names,
+                symmetry_share=1.0,
+                dimensions=one.dimensions(self._probe.parameters),
+                group=one.group,
+            )
+            for one in self._symmetries
+        ]
+
+    def _symmetry(self, layer: str, moves: tuple[str, ...], **more: Any) -> DirectionReading:
+        none = Share(self._n_beta, 0.0, (0.0, 0.0))
+        return DirectionReading(layer, "symmetry", limit=0.0, share=none, moves=moves, **more)
+
     def _read(self, layer: str, raw: Parts) -> DirectionReading:
         left, along = without_symmetries(raw, self._symmetries, self._probe.parameters)
         if along > ALONG:
-            none = Share(self._n_beta, 0.0, (0.0, 0.0))
-            moves = tuple(left)
-            return DirectionReading(
-                layer, "symmetry", limit=0.0, share=none, symmetry_share=along, moves=moves
-            )
+            return self._symmetry(layer, tuple(left), symmetry_share=along)
         ratio = length(raw) / length(left)
         parts = {name: ratio * part for name, part in left.items() if part.any()}
         reading, change = self._scan(layer, parts)
         reading = self._at_scale(replace(reading, symmetry_share=along), parts)
+        jet = reading.jet is not None and reading.jet.order is not None
         if change is not None:
             self._moving[layer] = (parts, change)
-        elif reading.share is not None and reading.share.value > 0:
+        elif jet or (reading.share is not None and reading.share.value > 0):
             reach = WINDOWS[0][1]
             self._refused.append(
                 f"{layer}: K leaves the rounding of the outputs only above t = {reach:g}: it has no order"
             )
-            return replace(reading, fisher=2 * self._probe.floor / reach**2)
+            return replace(reading, fisher=2 * self._probe.floor / reach**2, limit=None)
         else:
             self._flat[layer] = raw
             self._refused.append(
@@ -311,7 +303,7 @@ class _Scanner:
                 self._has_jets = False
                 self._refused.append(f"no jets: {' '.join(str(problem).split())[:120]}")
         kind = reading.kind
-        if reading.order is None and reading.fisher and jet is not None and jet.order is not None:
+        if reading.order is None and jet is not None and jet.order is not None:
             kind = "live" if jet.order == 1 else "dead"  # the crossover may lie below the window
         return replace(reading, kind=kind, share=share, jet=jet)
 
@@ -435,6 +427,20 @@ class _Candidates:
             return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
 
         self.found[layer] = Candidate(layer, U, V, scale, flatness, increment)
+
+
+@torch.no_grad()
+def _refuse_noise(model: nn.Module, example: Any, call: Outputs) -> None:
+    """Raise GeometryError where two calls of a model in training mode differ: dropout that is no module."""
+    if any(module.training for module in model.modules()):
+        used = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+        with torch.random.fork_rng(used):
+            if not torch.equal(call(model, example), call(model, example)):
+                raise GeometryError(
+                    f"{type(model).__name__} draws at random, as dropout in training mode does",
+                    setting="model",
+                    remedy="call model.eval() first",
+                )
 
 
 def _along(factor: Factor, x: Tensor) -> float:

@@ -32,13 +32,14 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from topograd.errors import GeometryError
 from topograd.files import write_atomic
@@ -96,15 +97,12 @@ class Factors(Mapping[str, LayerFactors]):
 
         Maps without factors are left out.
         """
-        found = {}
-        for name, rows in head.rows.items():
-            if name in self.layers:
-                one = self.layers[name]
-                found[name] = LayerFactors(one.A, one.G[rows][:, rows], one.rows)
-        for name, columns in head.columns.items():
-            if name in self.layers:
-                one = self.layers[name]
-                found[name] = LayerFactors(one.A[columns][:, columns], one.G, one.rows)
+        found = {name: one for name, one in self.layers.items() if name in {**head.rows, **head.columns}}
+        for name, one in found.items():
+            if name in head.rows:
+                found[name] = replace(one, G=one.G[head.rows[name]][:, head.rows[name]])
+            else:
+                found[name] = replace(one, A=one.A[head.columns[name]][:, head.columns[name]])
         return found
 
     def save(self, path: Path | str) -> None:
@@ -192,19 +190,13 @@ def reduce_batches(
 ) -> tuple[CallTracer, int]:
     """Pass every row h and δ of the batches to the reducer; the traced calls and the loss terms."""
     check_fisher(fisher)
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode, which mixes the samples of a batch",
-                setting="model",
-                given=name,
-                remedy="call model.eval() first",
-            )
+    refuse_random(model, (_BatchNorm,))
     tracer, samples = CallTracer(model, reducer), 0
     with _frozen(model), plain_kernels(model), torch.enable_grad():
         for inputs, targets in each_batch(batches):
             with tracer:
-                predicted = (outputs or outputs_of)(model, _detached(inputs))
+                # the graph begins at the layers
+                predicted = (outputs or outputs_of)(model, mapped(inputs, Tensor.detach))
             if not isinstance(predicted, Tensor):
                 raise GeometryError(
                     f"the model answered with a {type(predicted).__name__}",
@@ -228,9 +220,21 @@ def reduce_batches(
     return tracer, samples
 
 
+def refuse_random(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (_DropoutNd, _BatchNorm)) -> None:
+    """Raise GeometryError for dropout and batch statistics that are switched on."""
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, kinds) and getattr(module, "p", 1) > 0:
+            raise GeometryError(
+                f"{name} is a {type(module).__name__} in training mode, which draws or mixes samples",
+                setting="model",
+                given=name,
+                remedy="call model.eval() first",
+            )
+
+
 @contextmanager
 def plain_kernels(model: nn.Module) -> Iterator[None]:
-    """Layers of torch's encoder, and experts of transformers, as one operator after the other.
+    """torch's encoder layers, experts of transformers and compiled modules, one operator after the other.
 
     Their joint kernels have no forward-mode derivative, or no float64, and hide the maps.
     """
@@ -241,7 +245,8 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         for config in configs.values():
             setattr(config, name, "eager")
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for key, config in configs.items():
@@ -285,13 +290,13 @@ def each_batch(batches: Any) -> Iterator[Batch]:
         yield batch[0], batch[1]
 
 
-def _detached(inputs: Any) -> Any:
-    """Inputs that require no gradient, so that the graph begins at the layers."""
-    if isinstance(inputs, Tensor):
-        return inputs.detach()
-    if isinstance(inputs, Mapping):
-        return {name: _detached(value) for name, value in inputs.items()}
-    return tuple(map(_detached, inputs)) if isinstance(inputs, tuple | list) else inputs
+def mapped(value: Any, change: Callable[..., Tensor]) -> Any:
+    """What a model is given, with every tensor changed: also inside of tuples and mappings."""
+    if isinstance(value, Mapping):
+        return {name: mapped(part, change) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(mapped(part, change) for part in value)
+    return change(value) if isinstance(value, Tensor) else value
 
 
 def _nothing_covered(tracer: CallTracer) -> GeometryError:

@@ -28,7 +28,7 @@ that are no modules (`nn.MultiheadAttention`, einsum) cannot be named. A float64
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +37,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Outputs
+from topograd.geometry.factors import Outputs, refuse_random
 from topograd.geometry.heads import find_heads, is_transposed, linear_sides
-from topograd.geometry.paths import Replaced, as_double
-from topograd.geometry.powers import plain_operators, powered, powers_of
+from topograd.geometry.paths import Replaced, as_double, in_double
+from topograd.geometry.powers import powered, powers_of
 from topograd.geometry.rates import fit_rate, log_grid
-from topograd.geometry.singular.terms import refuse_random
 
 WINDOWS = ((1e-5, 1e-3), (1e-7, 1e-5), (1e-3, 1e-1))
 """Of t, tried in this order until a rate can be read."""
@@ -116,13 +115,18 @@ def named_channels(model: nn.Module, unit: str) -> Channels:
         if not path or not number.isdecimal():
             raise _no_unit(model, part)
         modules = {name: one for name, one in model.named_modules() if f".{name}".endswith(f".{path}")}
-        rows: Channels = {}
-        for name, module in modules.items():
-            for where, channels in _unit_of(model, name, module, int(number)).items():
-                rows.setdefault(where, set()).update(channels)
-        if not rows:
+        units = [_unit_of(model, name, module, int(number)) for name, module in modules.items()]
+        if not any(units):
             raise _no_unit(model, part)
-        for where, channels in rows.items():
+        found = _joined([found, *units])
+    return found
+
+
+def _joined(parts: Iterable[Channels]) -> Channels:
+    """All channels of every module."""
+    found: Channels = {}
+    for part in parts:
+        for where, channels in part.items():
             found.setdefault(where, set()).update(channels)
     return found
 
@@ -137,11 +141,7 @@ def _unit_of(model: nn.Module, name: str, module: nn.Module, number: int) -> Cha
         if head.group == number and head.name.startswith(f"{name}.head")
     ]
     if heads:
-        found: Channels = {}
-        for head in heads:
-            for where, rows in head.rows.items():
-                found.setdefault(where, set()).update(rows.tolist())
-        return found
+        return _joined({where: set(rows.tolist()) for where, rows in head.rows.items()} for head in heads)
     maps = [
         (where, sides) for where, one in module.named_modules() if (sides := linear_sides(one)) is not None
     ]
@@ -296,7 +296,7 @@ class _Probe:
         seen: dict[str, _Seen] = {}
         hooks = [self._model.get_submodule(name).register_forward_hook(_hook(name, seen)) for name in names]
         try:
-            with plain_operators():
+            with in_double():  # attention as products and a softmax, of which each is one operator
                 return seen, self._network(weights, self._inputs)
         finally:
             for hook in hooks:

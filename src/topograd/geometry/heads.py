@@ -93,17 +93,15 @@ def _named_heads(path: str, names: tuple[str, ...], sides: list[tuple[int, int]]
     for h in range(heads):
         group = h * groups // heads
         if names in APART:
-            places = (h, group, group)
-            rows = {
-                f"{path}.{name}": place * width + span for name, place in zip(names, places, strict=False)
-            }
+            starts = (h, group, group)
+        elif names in BY_HEAD:
+            starts = (3 * h, 3 * h + 1, 3 * h + 2)
         else:
-            starts = (
-                (3 * h, 3 * h + 1, 3 * h + 2)
-                if names in BY_HEAD
-                else (h, heads + group, heads + groups + group)
-            )
-            rows = {f"{path}.{names[0]}": torch.cat([start * width + span for start in starts])}
+            starts = (h, heads + group, heads + groups + group)
+        channels = [start * width + span for start in starts]
+        maps = names[:-1] if names in APART else names[:1]
+        each = channels if names in APART else [torch.cat(channels)]
+        rows = {f"{path}.{name}": places for name, places in zip(maps, each, strict=True)}
         columns = {f"{path}.{names[-1]}": h * width + span}
         found.append(Head(f"{path}.head.{h}", group, rows, columns))
     return found

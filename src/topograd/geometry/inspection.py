@@ -173,6 +173,7 @@ def inspect(
     if not norms:
         notes.append("no LayerNorm or RMSNorm was called as a module, so there is no kernel to read")
     notes += [f"{name} was never called as a module" for name in kernels.unused()]
+    notes += kernels.unread.values()
     notes += [f"{name} is a {kind}, whose kernel is not known" for name, kind in other_norms(model).items()]
     stream, without = _profiles(stream_monitor, notes)
     return Inspection(

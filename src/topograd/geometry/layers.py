@@ -26,7 +26,7 @@ Symbols and shapes. `inputs(x)`: (M, d_in); `gradients(δ)`: (M, d_out). M = bat
 Cost. A few microseconds for each torch function that the model calls.
 Source: "Dead Directions: Geometric Singular Learning", §2 (K-FAC factorisation); convolutions as in "A
 Kronecker- factored approximate Fisher matrix for convolution layers" (R. Grosse, J. Martens).
-Limits. Compiled and scripted models hide their calls. W x of one matrix x is not recognised: it is listed as
+Limits. Scripted models hide their calls. W x of one matrix x is not recognised: it is listed as
 not covered.
 Activations must not be recomputed in the backward pass (no gradient checkpointing).
 """

@@ -14,8 +14,7 @@ Symbols and shapes. Outputs (samples, ..., outputs). Cost: one forward pass of t
 first layer that moves on.
 Source: "Dead Directions: Geometric Singular Learning" §12.1 (readings of one checkpoint); the sketch after
 Charikar, Chen and Farach-Colton, "Finding frequent items in data streams".
-Limits. A model that computes in float32 inside (norms of
-transformers do) resolves that much less, and has a higher floor.
+Limits. A model that rounds by itself, as quantised activations do, has a higher floor.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Outputs
+from topograd.geometry.factors import Outputs, mapped
 from topograd.geometry.host_copy import check_finite
 from topograd.geometry.jets import FixedMaps, Jet, read_jet
-from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence, each_divergence
+from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence, each_divergence, in_double
 from topograd.geometry.replay import Replay
 
 BUCKETS = 2048
@@ -55,7 +53,7 @@ class InDouble:
 
     def with_graph(self, values: Mapping[str, Tensor]) -> Tensor:
         """The outputs, as torch's autograd sees them."""
-        with sdpa_kernel(SDPBackend.MATH):  # the only one with a forward-mode derivative
+        with in_double():
             return self._network({**self._buffers, **values}, self._inputs)
 
     def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -168,7 +166,7 @@ class Probe:
 
 def short_example(inputs: Any, parameters: int, most: int = TOKENS) -> Any:
     """The first rows of a batch: of tokens (rows, positions) the first positions of one row or a few."""
-    tensors = [value for value in _leaves(inputs) if isinstance(value, Tensor)]
+    tensors = _tensors(inputs)
     if not tensors or any(value.dim() == 0 or len(value) == 0 for value in tensors):
         raise GeometryError(
             "the first batch has no samples", setting="batches", remedy="give at least one input"
@@ -176,31 +174,23 @@ def short_example(inputs: Any, parameters: int, most: int = TOKENS) -> Any:
     if all(value.dim() == 2 and not value.is_floating_point() for value in tensors):
         tokens = min(most, max(16, int(LARGE / max(parameters, 1))))
         length = min(tensors[0].shape[1], tokens)
-        return _mapped(inputs, lambda value: value[: max(1, tokens // length), :length])
-    return _mapped(inputs, lambda value: value[:SAMPLES])
+        return mapped(inputs, lambda value: value[: max(1, tokens // length), :length])
+    return mapped(inputs, lambda value: value[:SAMPLES])
 
 
 def each_sample(batch: Any) -> Iterator[Any]:
     """The samples of a batch (inputs, targets), as batches of one each."""
-    count = min(len(value) for value in _leaves(batch) if isinstance(value, Tensor) and value.dim())
+    count = min(len(value) for value in _tensors(batch) if value.dim())
     for i in range(count):
-        yield _mapped(batch, lambda value, i=i: value[i : i + 1] if value.dim() else value)
+        yield mapped(batch, lambda value, i=i: value[i : i + 1] if value.dim() else value)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _leaves(part)
-    else:
-        yield value
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
 
+    def see(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
 
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _mapped(part, change) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(_mapped(part, change) for part in value)
-    return change(value) if isinstance(value, Tensor) else value
+    mapped(value, see)
+    return found

@@ -15,13 +15,15 @@ relative precision down to about 1e-30. Cost: five forward passes or so for each
 Source: "Dead Directions: Geometric Singular Learning", Definition 1 and Theorem 2; §12.1 for reading the
 order outward from one checkpoint, with no descent captured.
 Limits. Runs in float64, on copies. K is a difference of outputs: it is rounding below 1e-30 of their square.
-Attention runs with torch's plain kernel, the only one with a forward-mode derivative.
+Attention runs with torch's plain kernel, the only one with a forward-mode derivative, and what a
+model casts to float32 (norms of transformers do) stays in float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,9 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Outputs, outputs_of, plain_kernels
+from topograd.geometry.factors import Outputs, mapped, outputs_of, plain_kernels
 from topograd.geometry.host_copy import check_finite, squared_norm
 from topograd.geometry.rates import Rate, fit_rate, log_grid
 
@@ -158,7 +161,7 @@ def directional_fisher(
     def along(moved: dict[str, Tensor]) -> Tensor:
         return network({**fixed, **moved}, as_double(inputs))
 
-    with sdpa_kernel(SDPBackend.MATH):
+    with in_double():
         values, change = jvp(along, (moving,), (dict(path.direction),))[:2]
     change = change.flatten(0, -2)
     if likelihood == "squared-error":
@@ -180,7 +183,7 @@ def divergences(
 ) -> list[float]:
     """K(t) at every t of the grid, averaged like `directional_fisher`."""
     network = Replaced(model, outputs)
-    with sdpa_kernel(SDPBackend.MATH):
+    with in_double():
         before = network(path.at(0.0), as_double(inputs))
         return [divergence(before, network(path.at(t), as_double(inputs)), likelihood) for t in grid.tolist()]
 
@@ -237,12 +240,18 @@ class Replaced:
 
     def __init__(self, model: nn.Module, outputs: Outputs | None = None) -> None:
         self._called = _Called(model, outputs or outputs_of)
+        at = _places(model)
+        self._places = {name: at[id(x)] for name, x in (*model.named_parameters(), *model.named_buffers())}
 
     def answer(self, weights: Mapping[str, Tensor], inputs: Any) -> Any:
         """The network's own output, of any type."""
-        replaced = {f"model.{name}": value for name, value in weights.items()}
+        replaced = {
+            f"model.{place}": value
+            for name, value in weights.items()
+            for place in self._places.get(name, (name,))
+        }
         with plain_kernels(self._called.model):
-            return functional_call(self._called, replaced, (inputs,))
+            return functional_call(self._called, replaced, (inputs,), tie_weights=False)
 
     def __call__(self, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
         if isinstance(inputs, Tensor) and len(inputs) == 0:
@@ -260,6 +269,19 @@ class Replaced:
         return answer
 
 
+def _places(model: nn.Module) -> dict[int, list[str]]:
+    """Where every tensor is: a module with several names counts once.
+
+    torch's `functional_call` replaces at every name, and a module that has two it does not put back.
+    """
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            found.setdefault(id(x), []).append(prefix + name)
+    return found
+
+
 class _Called(nn.Module):
     """The model and its output function as one module."""
 
@@ -272,10 +294,25 @@ class _Called(nn.Module):
         return self._outputs(self.model, inputs)
 
 
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Attention by torch's plain kernel, and casts to a shorter type by the model are casts to float64."""
+    with sdpa_kernel(SDPBackend.MATH), _StaysDouble():
+        yield
+
+
+class _StaysDouble(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        return func(*map(_longest, args), **{name: _longest(value) for name, value in (kwargs or {}).items()})
+
+
+def _longest(value: Any) -> Any:
+    """float64 in the place of a shorter floating type."""
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
 def as_double(value: Any) -> Any:
     """Floating tensors in float64, also inside of tuples and mappings."""
-    if isinstance(value, Mapping):
-        return {name: as_double(part) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(as_double(part) for part in value)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return mapped(value, lambda x: x.double() if x.is_floating_point() else x)

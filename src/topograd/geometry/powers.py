@@ -22,14 +22,12 @@ experts read the dead channel alike.) Whole powers up to 28, sums of fewer than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from topograd.errors import GeometryError
@@ -101,13 +99,6 @@ def powers_of(x: Tensor) -> Tensor:
 def size_of(x: Tensor) -> Tensor:
     """s^v of every entry; a plain tensor has 1, and 0 where it is 0."""
     return x.scale if isinstance(x, Powered) else (x != 0).double()
-
-
-@contextmanager
-def plain_operators() -> Iterator[None]:
-    """Attention as products and a softmax, of which each is one operator."""
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 def _rounded(value: Any, size: Any) -> Any:

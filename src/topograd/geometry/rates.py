@@ -144,7 +144,7 @@ def fit_rate(
     refused = _refusal(fitted, logs, alignment_error, depth)
     if refused is not None:
         return Rate(None, None, None, None, None, *labels, refused)
-    slope, intercept, error, r_squared = _line(fitted)
+    slope, intercept, error, r_squared = fit_line(fitted)
     return Rate(slope, math.exp(intercept), error, _interval(fitted), r_squared, *labels)
 
 
@@ -155,7 +155,7 @@ def local_slope(t: Series, values: Series) -> float:
     2.0
     """
     x, y = _series(t, values, 0.0)
-    return _line(torch.stack((x.log(), y.log())))[0]
+    return fit_line(torch.stack((x.log(), y.log())))[0]
 
 
 def misalignment(error: float, smallest: float, depth: int) -> str | None:
@@ -197,7 +197,7 @@ def _series(t: Series, values: Series, alignment_error: float) -> tuple[Tensor, 
 def _drift(logs: Tensor) -> float:
     """How much the slope differs between the lower and the upper half of the points."""
     half = (logs.shape[1] + 1) // 2
-    return abs(_line(logs[:, :half])[0] - _line(logs[:, -half:])[0])
+    return abs(fit_line(logs[:, :half])[0] - fit_line(logs[:, -half:])[0])
 
 
 def _refusal(fitted: Tensor, logs: Tensor, alignment_error: float, depth: int) -> str | None:
@@ -208,17 +208,17 @@ def _refusal(fitted: Tensor, logs: Tensor, alignment_error: float, depth: int) -
     if logs.shape[1] < POINTS:
         return f"{logs.shape[1]} values are above the floor and below t = {UPPER}; a rate needs {POINTS}"
     if fitted.shape[1] == 0 or _drift(fitted) > DRIFT:
-        low, high = _line(logs[:, :POINTS])[0], _line(logs[:, -POINTS:])[0]
+        low, high = fit_line(logs[:, :POINTS])[0], fit_line(logs[:, -POINTS:])[0]
         return f"the window is not asymptotic: the slope goes from {low:.2f} to {high:.2f}"
     if (span := float((fitted[0, -1] - fitted[0, 0]).exp())) < SPAN * (1 - 1e-9):
         return f"t spans a factor of {span:.3g}; a rate needs {SPAN:g} below t = {UPPER}"
-    slope, _, error, _ = _line(fitted)
+    slope, _, error, _ = fit_line(fitted)
     return None if error <= SCATTER else f"the points scatter: slope {slope:.2f} ± {error:.2f}"
 
 
-def _line(logs: Tensor) -> tuple[float, float, float, float]:
+def fit_line(points: Tensor) -> tuple[float, float, float, float]:
     """Slope, intercept, the slope's standard error and R². Values that do not move at all are on the line."""
-    x, y = logs
+    x, y = points
     dx, dy = x - x.mean(), y - y.mean()
     slope = (dx @ dy) / (dx @ dx)
     residual, total = (dy - slope * dx).square().sum(), dy.square().sum()

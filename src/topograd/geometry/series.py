@@ -47,6 +47,7 @@ from topograd.geometry.monitors.phase import weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor
 from topograd.geometry.singular.coefficient import learning_coefficient
 from topograd.geometry.singular.langevin import Langevin
+from topograd.geometry.singular.terms import per_term
 
 Array = NDArray[np.float64]
 SHARE = 0.75
@@ -108,6 +109,7 @@ class SeriesReader:
                 "there are no batches", setting="batches", remedy="a series needs a probe that stays the same"
             )
         self.batches, self._outputs, self._sampling = list(batches), outputs, sampling
+        self._loss = per_term("cross-entropy")
         self.rank: int | None = None
 
     def read(self, model: nn.Module, step: int) -> Point:
@@ -119,10 +121,7 @@ class SeriesReader:
                     raise GeometryError(
                         "a batch has no targets", setting="batches", remedy="the loss of a series needs them"
                     )
-                logits = (self._outputs or outputs_of)(model, inputs).flatten(0, -2)
-                labels = targets.flatten()
-                counted = labels >= 0
-                losses = nn.functional.cross_entropy(logits[counted], labels[counted], reduction="none")
+                losses = self._loss((self._outputs or outputs_of)(model, inputs), targets)
                 total, terms = total + float(losses.sum()), terms + losses.numel()
         whole = monitor.profile()
         if self.rank is None:

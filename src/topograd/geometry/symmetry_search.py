@@ -73,8 +73,8 @@ Run = Callable[[Parameters], Any]
 """The outputs of the network with these values in the place of its own."""
 TOLERANCE = 1e-7
 """Largest residual of a symmetry; broken ones showed 1e-5 and more, rounding 1e-15."""
-ROUNDING = 1e4
-"""In units of the type's rounding, where that is more than TOLERANCE."""
+ROUNDING = 1e4 * torch.finfo(torch.float64).eps
+"""Of the outputs, which are in float64."""
 NOISE = 0.3
 CLEAR = 1e3
 """A smaller effect of one tensor alone counts where it is this many times the residual: in a fresh model that
@@ -99,9 +99,6 @@ def find_symmetries(model: nn.Module, run: Run, *, softmax: bool = True) -> Foun
     With `softmax` the outputs are logits, whose shift by a constant counts as no change.
     """
     search = _Search(model, run)
-    if search.tolerance > 0.1:
-        kind = str(search.before[0].dtype).removeprefix("torch.")
-        return FoundSymmetries((), (f"symmetries cannot be told from rounding in {kind}: use float32",))
     held: list[Symmetry] = []
     for family in families(search.maps, model):
         held += search.mixings(*family)
@@ -156,7 +153,6 @@ class _Search(Response):
         self.calls = Calls(self.maps)
         with self.calls.of(model):
             super().__init__(run, jittered(model))
-        self.tolerance = max(TOLERANCE, ROUNDING * torch.finfo(self.before[0].dtype).eps)
         self._width = self.before[0].shape[-1] if self.before[0].dim() else 0
 
     def holds(self, *symmetries: Symmetry) -> bool:
@@ -167,13 +163,12 @@ class _Search(Response):
             moved |= one.act({**self.parameters, **moved}, generator)
         softmax = any(one.up_to_softmax for one in symmetries)
         residual = self.away(moved, softmax)
-        if not residual <= self.tolerance:
+        if not residual <= TOLERANCE:
             return False
         name = symmetries[0].names[0]
         alone = {name: moved[name]} if len(moved) > 1 else {name: FACTOR * self.parameters[name]}
         effect = self.away(alone, softmax)
-        rounding = ROUNDING * torch.finfo(self.before[0].dtype).eps
-        return effect > self.tolerance or effect > max(rounding, CLEAR * residual)
+        return effect > min(TOLERANCE, max(ROUNDING, CLEAR * residual))
 
     def confirmed(self, symmetries: Sequence[Symmetry]) -> list[Symmetry]:
         """All, if they hold together; else what is confirmed of either half."""
@@ -247,7 +242,7 @@ class _Search(Response):
         up, down = FACTOR, FACTOR**-pair.degree
         factors = {pair.producer: up, pair.bias: up, pair.consumer: down, pair.consumer_bias: down}
         moved = {name: f * self.parameters[name] for name, f in factors.items() if name is not None}
-        return self.away(moved) <= self.tolerance
+        return self.away(moved) <= TOLERANCE
 
     def _largest(self, pair: Mixing) -> Mixing | None:
         units = pair.units(self.parameters)

@@ -31,7 +31,7 @@ norms either, as for weights in front of a norm, r is rounding too, and ε decid
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,12 +94,7 @@ class DDCAdam(LiftedOptimizer):
         fused = components[0].device.type in _FUSED
         averages, squares, steps = [], [], []
         for (parameter, prefix), component in zip(slots, components, strict=True):
-            state = self.state[parameter]
-            if "step" not in state:
-                state["step"] = torch.zeros((), device=parameter.device)
-            if f"{prefix}exp_avg" not in state:
-                state[f"{prefix}exp_avg"] = torch.zeros_like(component)
-                state[f"{prefix}exp_avg_sq"] = torch.zeros_like(component)
+            state = self._moments(parameter, prefix, component, parameter.device)
             averages.append(state[f"{prefix}exp_avg"])
             squares.append(state[f"{prefix}exp_avg_sq"])
             steps.append(state["step"].clone() if prefix else state["step"])
@@ -107,15 +102,23 @@ class DDCAdam(LiftedOptimizer):
         _adam(moves, components, averages, squares, steps, group, fused=fused, foreach=not fused)
         return moves
 
+    def _moments(
+        self, parameter: Tensor, prefix: str, like: Tensor, counted_on: torch.device | str
+    ) -> dict[str, Any]:
+        """The state of a parameter, with a count of steps and two moments of this prefix."""
+        state: dict[str, Any] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=counted_on)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if prefix + name not in state:
+                state[prefix + name] = torch.zeros_like(like)
+        return state
+
     def _plain(self, parameters: list[Tensor], group: Group) -> None:
         averages, squares, steps = [], [], []
         for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                fused = group.get("fused")  # states of before have no fused
-                state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            fused = group.get("fused")  # states of before have no fused
+            state = self._moments(parameter, "", parameter, parameter.device if fused else "cpu")
             averages.append(state["exp_avg"])
             squares.append(state["exp_avg_sq"])
             steps.append(state["step"])

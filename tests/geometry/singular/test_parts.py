@@ -83,9 +83,10 @@ def test_parts_have_one_localization_and_arrive() -> None:
     with torch.no_grad():
         y = model(x)
     settings = Langevin(burn_in=100, draws=40, thin=3, chains=3)
-    found = part_coefficients(
+    every = part_coefficients(
         model, "squared-error", [(x, y)], parts, settings, on_step=lambda *now: seen.append(now)
     )
+    found = list(every)
     assert len({one.localization for one in found}) == 1
     assert found[0].localization > 1
     assert seen[-1] == (2 * 3 * 220, 2 * 3 * 220)

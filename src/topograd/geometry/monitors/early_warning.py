@@ -284,8 +284,8 @@ class EarlyWarning(ModelHooks):
             "rank": self._rank,
             "stream_sigma": self._stream_sigma,
             "turning_rank": self._turning_rank,
-            "anisotropy": self._anisotropy,
-            "head_bottom": self._head_bottom,
+            "anisotropy": lambda: self._of_head(lambda s: s[-1] / s[0].clamp_min(RESOLUTION * s[-1])),
+            "head_bottom": lambda: self._of_head(lambda s: s[0]),
             "norm_ratio_drift": self._drift,
         }
         signals: dict[str, Tensor | float] = {}
@@ -304,7 +304,7 @@ class EarlyWarning(ModelHooks):
         return torch.stack([norm.float() for norm in norms]).norm() if norms else None
 
     def _update_size(self) -> float | None:
-        """√ mean of g² / v, over the tensors of one dimension and the head: where spikes begin."""
+        """√ mean of g² / v, over tensors of a million numbers at most."""
         assert self._optimizer is not None
         sums: list[Tensor] = []
         count = 0
@@ -355,21 +355,13 @@ class EarlyWarning(ModelHooks):
         turned = None if values is None else self._furthest["turning_rank"].read(values)
         return None if turned is None else float(turned)
 
-    def _anisotropy(self) -> float | None:
-        values = self._head_spectrum()
-        return None if values is None else float(values[-1] / values[0].clamp_min(RESOLUTION * values[-1]))
-
-    def _head_bottom(self) -> float | None:
-        values = self._head_spectrum()
-        return None if values is None else float(values[0])
-
-    def _head_spectrum(self) -> Tensor | None:
-        """Of the head's gradient factor; made once a reading."""
+    def _of_head(self, number: Callable[[Tensor], Tensor]) -> float | None:
+        """Of the eigenvalues of the head's gradient factor, which are made once a reading."""
         if "gradients" in self._seen and "spectrum" not in self._seen:
             found = head_spectrum(self._seen["gradients"])
             if found is not None:
                 self._seen["spectrum"] = found
-        return self._seen.get("spectrum")
+        return float(number(self._seen["spectrum"])) if "spectrum" in self._seen else None
 
     def _drift(self) -> float | None:
         now = self._log_ratios()
@@ -394,14 +386,14 @@ class EarlyWarning(ModelHooks):
         return self._updates is not None and self._updates.passing
 
     def _see_input(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._slow_next() and not self._ignored():
-            self._see_rows("inputs", args or tuple(kwargs.values()))
+        self._see_rows("inputs", args or tuple(kwargs.values()))
 
     def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._slow_next() and not self._ignored():
-            self._see_rows("rows", output)
+        self._see_rows("rows", output)
 
     def _see_rows(self, where: str, hidden: Any) -> None:
+        if not self._slow_next() or self._ignored():
+            return
         rows = _sampled_rows(hidden_of(hidden, where))
         width = rows.shape[1]
         if width > CHANNELS:

@@ -121,24 +121,36 @@ class KernelMonitor(ModelHooks):
         super().__init__()
         self._norms = find_norms(model)
         self._statistics = {name: _NormStatistics(name, norm) for name, norm in self._norms.items()}
+        self.unread: dict[str, str] = {}
+        """Normalisations that ran and have no reading, and why."""
 
     def _attach(self) -> list[RemovableHandle]:
         return [norm.register_forward_hook(self._hook(name)) for name, norm in self._norms.items()]
 
     def readings(self) -> dict[str, KernelReading]:
         """A reading for each normalisation that ran, by name."""
-        return {name: one.reading() for name, one in self._statistics.items() if one.count}
+        found = {}
+        for name, one in self._statistics.items():
+            if one.count and name not in self.unread:
+                try:
+                    found[name] = one.reading()
+                except GeometryError as problem:
+                    self.unread[name] = str(problem)
+        return found
 
     def unused(self) -> tuple[str, ...]:
         """The normalisations that never ran."""
-        return tuple(name for name, one in self._statistics.items() if not one.count)
+        return tuple(n for n, one in self._statistics.items() if not one.count and n not in self.unread)
 
     def _hook(self, name: str) -> Any:
         def see(norm: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             hidden = hidden_of(output, name)
             inputs = args[0] if args and isinstance(args[0], Tensor) else hidden
             apart = massive_rows(inputs) if inputs.shape == hidden.shape else None
-            self._statistics[name].add(hidden, apart)
+            try:
+                self._statistics[name].add(hidden, apart)
+            except GeometryError as problem:  # one whose channels are not last
+                self.unread[name] = str(problem)
 
         return see
 

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.host_copy import to_host
+from topograd.geometry.rates import fit_line
 
 Phase = Literal["accumulation", "compression", "undecided"]
 CHANGE = 0.01
@@ -92,11 +93,8 @@ def read_phase(norms: Sequence[float], sigmas: Sequence[float]) -> PhaseReading:
 def _change(values: Sequence[float]) -> tuple[float, float]:
     """The change of log values from the first to the last along the line, and its standard error."""
     y = torch.tensor(values, dtype=torch.float64).log()
-    x: Tensor = torch.linspace(-0.5, 0.5, len(y), dtype=torch.float64)
-    y = y - y.mean()
-    slope = (x @ y) / (x @ x)
-    spread = (y - slope * x).square().sum() / (len(y) - 2)
-    return float(slope), math.sqrt(float(spread / (x @ x)))
+    slope, _, error, _ = fit_line(torch.stack((torch.linspace(-0.5, 0.5, len(y), dtype=torch.float64), y)))
+    return slope, error
 
 
 def _sign(change: float, error: float) -> int:

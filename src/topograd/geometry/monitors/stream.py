@@ -45,6 +45,7 @@ from topograd.geometry.monitors.hooks import ModelHooks
 from topograd.geometry.monitors.layernorm import normalises
 from topograd.geometry.monitors.massive_activations import MassiveLayer, massive_layer, massive_rows, together
 from topograd.geometry.monitors.moments import Moments, hidden_of
+from topograd.geometry.rates import fit_line
 
 FALLING = -0.2
 """Log ratio per layer. Those residual nets gave -0.01 to -0.05, those without skips -0.42 to -0.46."""
@@ -78,9 +79,7 @@ class StreamProfile:
         if min(self.ratios) <= 0:
             return float("-inf")
         y = torch.tensor(self.ratios, dtype=torch.float64).log()
-        x = torch.arange(len(y), dtype=torch.float64)
-        x = x - x.mean()
-        return float((x @ y) / (x @ x)) if len(y) > 1 else 0.0
+        return fit_line(torch.stack((torch.arange(len(y)).to(y), y)))[0] if len(y) > 1 else 0.0
 
     @property
     def dips(self) -> tuple[str, ...]:

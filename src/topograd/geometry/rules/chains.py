@@ -168,7 +168,7 @@ def _rotated(chain: Chain) -> tuple[Prediction, ...]:
 
 def _normed(chain: Chain) -> tuple[Prediction, ...]:
     centred = chain.norm in ("layernorm", "groupnorm")
-    amplitudes = {"rmsnorm": _rmsnorm, "batchnorm": _batchnorm}.get(chain.norm, _layernorm)(chain)
+    amplitudes = _amplitudes(chain)
     dead = "identically 0: LayerNorm's leak is negative and the ReLU above it switches the dead unit off"
     bracket = "LayerNorm resets the amplitude (the paper gives a bracket)"
     cap = "RMSNorm caps the amplitude (the paper carries the ladder over)"
@@ -184,30 +184,22 @@ def _normed(chain: Chain) -> tuple[Prediction, ...]:
     return tuple(predictions)
 
 
-def _layernorm(chain: Chain) -> list[int]:
-    """b_l = q - l for the lowest LayerNorm q >= l, else L - l."""
+def _amplitudes(chain: Chain) -> list[int]:
+    """b_l of a chain with norms, from b_{l+1} + 1 on.
+
+    LayerNorm, and a group with live units, begin again at 0. BatchNorm takes away the amplitude f that the
+    dead unit has there, so that b may be below 0. RMSNorm caps by its place q: each (smooth σ), or the last.
+    """
+    smooth = chain.activation in ("gelu", "tanh")
     backward = [0] * (chain.depth + 1)
     for layer in range(chain.depth - 1, 0, -1):
-        backward[layer] = 0 if layer in chain.norm_at else backward[layer + 1] + 1
-    return backward
-
-
-def _batchnorm(chain: Chain) -> list[int]:
-    """b_l = b_{l+1} + 1, at each norm less by the amplitude f that the dead unit has; it may be < 0."""
-    backward = [0] * (chain.depth + 1)
-    for layer in range(chain.depth - 1, 0, -1):
-        backward[layer] = backward[layer + 1] + 1
+        b = backward[layer + 1] + 1
         if layer in chain.norm_at:
-            backward[layer] -= layer - max((q for q in chain.norm_at if q < layer), default=0)
-    return backward
-
-
-def _rmsnorm(chain: Chain) -> list[int]:
-    """b_l = b_{l+1} + 1, capped by q at each RMSNorm (smooth σ) or the topmost (linear, ReLU)."""
-    capping = chain.norm_at if chain.activation in ("gelu", "tanh") else (max(chain.norm_at),)
-    backward = [0] * (chain.depth + 1)
-    for layer in range(chain.depth - 1, 0, -1):
-        backward[layer] = backward[layer + 1] + 1
-        if layer in capping:
-            backward[layer] = min(backward[layer], layer)
+            if chain.norm == "batchnorm":
+                b -= layer - max((q for q in chain.norm_at if q < layer), default=0)
+            elif chain.norm != "rmsnorm":
+                b = 0
+            elif smooth or layer == max(chain.norm_at):
+                b = min(b, layer)
+        backward[layer] = b
     return backward

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import DivergenceError, GeometryError
-from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.factors import Batch, Outputs, refuse_random
 from topograd.geometry.host_copy import first_not_finite, squared_norm, to_host
 from topograd.geometry.losses import OwnLoss
 from topograd.geometry.paths import Replaced
 from topograd.geometry.replay import Replay
-from topograd.geometry.singular.terms import Weights, per_term, refuse_random
+from topograd.geometry.singular.terms import Weights, per_term
 
 OnStep = Callable[[int, int], None]
 """(steps done, steps in all)."""
@@ -213,7 +213,7 @@ def run_chain(
     """One chain: the losses of its draws, and its virial over all steps after burn-in."""
     assert settings.step is not None
     weights = {name: w.clone() for name, w in center.items()}
-    scale = Preconditioner(settings.precondition, center)
+    walk = _Walk(target, center, tempered, settings, noise)
     draws: list[Tensor] = []
     values: list[Tensor] = []
     virial: list[Tensor] = []
@@ -236,10 +236,8 @@ def run_chain(
                         remedy="choose a smaller one, or leave it out",
                     )
         burning = i < settings.burn_in
-        scale.see(gradient, learn=burning)
-        weights, moved = _stepped(
-            target, weights, center, gradient, tempered, settings.localization, settings.step, noise, scale
-        )
+        walk.scale.see(gradient, learn=burning)
+        weights, moved = walk.stepped(weights, gradient, settings.step)
         if not burning:
             virial.append(torch.stack([part.to(moved[0]) for part in moved]))
             if (i - settings.burn_in + 1) % settings.thin == 0:
@@ -249,28 +247,6 @@ def run_chain(
             on_step(number * steps + i + 1, settings.chains * steps)
     each = [sum(parts) / size for parts in to_host(virial)]
     return Chain(torch.stack(draws), sum(each) / len(each))
-
-
-def _stepped(
-    target: Target,
-    weights: Weights,
-    center: Weights,
-    gradient: Weights,
-    tempered: float,
-    pull: float,
-    step: float,
-    noise: Noise,
-    scale: Preconditioner,
-) -> tuple[Weights, list[Tensor]]:
-    """One step from these weights, and (w - w*)·u of every tensor before it."""
-    found, virial = {}, []
-    for name, w in weights.items():
-        away = w - center[name]
-        u = tempered * gradient[name] + pull * away
-        virial.append((away * u).sum())
-        M = scale[name]
-        found[name] = w - step / 2 * M * u + (step * M) ** 0.5 * target.inside(name, noise.like(w))
-    return found, virial
 
 
 class Noise:
@@ -337,24 +313,79 @@ def _total(parts: Weights) -> Tensor:
     return functools.reduce(torch.add, others, first)
 
 
+class _Walk:
+    """Steps around the center of one target: what they need beside the weights of the moment."""
+
+    def __init__(
+        self, target: Target, center: Weights, tempered: float, settings: Langevin, noise: Noise
+    ) -> None:
+        self._target, self._center, self._noise = target, center, noise
+        self._tempered, self._pull = tempered, settings.localization
+        self.scale = Preconditioner(settings.precondition, center)
+
+    def stepped(self, weights: Weights, gradient: Weights, step: float) -> tuple[Weights, list[Tensor]]:
+        """One step from these weights, and (w - w*)·u of every tensor before it."""
+        found, virial = {}, []
+        for name, w in weights.items():
+            away = w - self._center[name]
+            u = self._tempered * gradient[name] + self._pull * away
+            virial.append((away * u).sum())
+            M, noise = self.scale[name], self._target.inside(name, self._noise.like(w))
+            found[name] = w - step / 2 * M * u + (step * M) ** 0.5 * noise
+        return found, virial
+
+    def bearable(self, weights: Weights, turns: int) -> float:
+        """The step that the sharpest curvature here bears."""
+        curvature = self._tempered * self._sharpest(weights, turns) + self._pull * self.scale.largest(weights)
+        return 4 * LARGEST_BIAS / max(curvature, 1e-12)
+
+    def _sharpest(self, weights: Weights, turns: int) -> float:
+        """The largest eigenvalue of √M H √M that power iteration finds, H the curvature of batches here."""
+        target, scale = self._target, self.scale
+        x = {name: target.inside(name, self._noise.like(w)) for name, w in weights.items()}
+        sharpest, reach = 0.0, 1e-3 * max(math.sqrt(squared_norm(weights.values())), 1e-3)
+        for i in range(turns):
+            before = math.sqrt(squared_norm(x.values())) or 1.0
+            y = {name: scale[name] ** 0.5 * part for name, part in x.items()}
+            size = math.sqrt(squared_norm(y.values())) or 1.0
+            batch = target.batches[i % len(target.batches)]
+            ahead = {name: w + reach / size * y[name] for name, w in weights.items()}
+            behind = {name: w - reach / size * y[name] for name, w in weights.items()}
+            up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
+            unit = size / before / (2 * reach)
+            x = {name: unit * scale[name] ** 0.5 * (up[name] - down[name]) for name in weights}
+            sharpest = max(sharpest, math.sqrt(squared_norm(x.values())))
+        if not math.isfinite(sharpest):
+            raise DivergenceError(
+                "the loss is not finite around the weights", setting="model", remedy="give a trained model"
+            )
+        return sharpest
+
+    def wandered(self, step: float) -> Weights | None:
+        """Where a short chain with this step gets, whose preconditioner learns; None if it diverges."""
+        weights, target = self._center, self._target
+        for i in range(WANDER):
+            value, gradient = target.gradient(weights, target.batches[i % len(target.batches)])
+            if not math.isfinite(value):
+                return None
+            self.scale.see(gradient, learn=True)
+            weights, _ = self.stepped(weights, gradient, step)
+        finite = first_not_finite(weights) is None
+        return weights if finite and math.isfinite(target.gradient(weights, target.batches[0])[0]) else None
+
+
 def bearable_step(target: Target, center: Weights, tempered: float, settings: Langevin, seed: int) -> float:
     """ε with ε c / 4 ≤ LARGEST_BIAS for the sharpest curvature c at w*, and about so where a chain gets.
 
     At a singular w* the curvature may be 0 that a chain meets one step away.
     """
-    noise, scale = Noise(seed), Preconditioner(settings.precondition, center)
+    walk = _Walk(target, center, tempered, settings, Noise(seed))
     for batch in target.batches if settings.precondition != "none" else ():
-        scale.see(target.gradient(center, batch)[1], learn=True)
-
-    def bearable(weights: Weights, turns: int) -> float:
-        sharpest = _sharpest(target, weights, turns, noise, scale)
-        pull = settings.localization * scale.largest(weights)
-        return 4 * LARGEST_BIAS / max(tempered * sharpest + pull, 1e-12)
-
-    step = bearable(center, TURNS)
+        walk.scale.see(target.gradient(center, batch)[1], learn=True)
+    step = walk.bearable(center, TURNS)
     for _ in range(TRIALS):
-        reached = _wandered(target, center, tempered, settings.localization, step, noise, scale)
-        most = step / 4 if reached is None else bearable(reached, TURNS // 3)
+        reached = walk.wandered(step)
+        most = step / 4 if reached is None else walk.bearable(reached, TURNS // 3)
         if step <= SLACK * most:
             break
         step = max(most, step / 4)
@@ -363,56 +394,13 @@ def bearable_step(target: Target, center: Weights, tempered: float, settings: La
 
 def step_seconds(target: Target, center: Weights, settings: Langevin) -> float:
     """Of one step of a chain, by the clock: the median of some, after one that is slower."""
-    noise, scale = Noise(0), Preconditioner(settings.precondition, center)
+    walk = _Walk(target, center, 0.0, settings, Noise(0))
     weights, seconds = center, []
     for _ in range(1 + TIMED):
         began = time.perf_counter()
         _, gradient = target.gradient(weights, target.batches[0])
-        scale.see(gradient, learn=True)
-        weights, moved = _stepped(target, weights, center, gradient, 0.0, 1.0, 1e-12, noise, scale)
+        walk.scale.see(gradient, learn=True)
+        weights, moved = walk.stepped(weights, gradient, 1e-12)
         to_host([torch.stack([part.to(moved[0]) for part in moved])])  # a device is waited for
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])
-
-
-def _sharpest(target: Target, weights: Weights, turns: int, noise: Noise, scale: Preconditioner) -> float:
-    """The largest eigenvalue of √M H √M that power iteration finds, H the curvature of batches here."""
-    x = {name: target.inside(name, noise.like(w)) for name, w in weights.items()}
-    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(squared_norm(weights.values())), 1e-3)
-    for i in range(turns):
-        before = math.sqrt(squared_norm(x.values())) or 1.0
-        y = {name: scale[name] ** 0.5 * part for name, part in x.items()}
-        size = math.sqrt(squared_norm(y.values())) or 1.0
-        batch = target.batches[i % len(target.batches)]
-        ahead = {name: w + reach / size * y[name] for name, w in weights.items()}
-        behind = {name: w - reach / size * y[name] for name, w in weights.items()}
-        up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
-        unit = size / before / (2 * reach)
-        x = {name: unit * scale[name] ** 0.5 * (up[name] - down[name]) for name in weights}
-        sharpest = max(sharpest, math.sqrt(squared_norm(x.values())))
-    if not math.isfinite(sharpest):
-        raise DivergenceError(
-            "the loss is not finite around the weights", setting="model", remedy="give a trained model"
-        )
-    return sharpest
-
-
-def _wandered(
-    target: Target,
-    center: Weights,
-    tempered: float,
-    pull: float,
-    step: float,
-    noise: Noise,
-    scale: Preconditioner,
-) -> Weights | None:
-    """Where a short chain with this step gets, whose preconditioner learns; None if it diverges."""
-    weights = center
-    for i in range(WANDER):
-        value, gradient = target.gradient(weights, target.batches[i % len(target.batches)])
-        if not math.isfinite(value):
-            return None
-        scale.see(gradient, learn=True)
-        weights, _ = _stepped(target, weights, center, gradient, tempered, pull, step, noise, scale)
-    finite = first_not_finite(weights) is None
-    return weights if finite and math.isfinite(target.gradient(weights, target.batches[0])[0]) else None

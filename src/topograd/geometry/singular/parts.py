@@ -20,7 +20,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,8 +70,8 @@ def part_coefficients(
     *,
     outputs: Outputs | None = None,
     on_step: OnStep | None = None,
-) -> list[PartCoefficient]:
-    """λ̂ of every part with the same γ, which is at least that of the settings."""
+) -> Iterator[PartCoefficient]:
+    """λ̂ of every part, one after the other, with the same γ, which is at least that of the settings."""
     target = Target(model, loss, list(batches), outputs)
     n_beta = default_n_beta(target.terms)
     curvatures = []
@@ -80,17 +80,15 @@ def part_coefficients(
         step = bearable_step(target.within(part.masks), center, n_beta, settings, 0)
         curvatures.append(4 * LARGEST_BIAS / step)
     pull = max(settings.localization, shared_localization(max(curvatures), settings.burn_in))
-    results = []
     for place, (part, curvature) in enumerate(zip(parts, curvatures, strict=True)):
         step = 4 * LARGEST_BIAS / (curvature - settings.localization + pull)
         chosen = replace(settings, step=step, localization=pull)
         center, on_more = sampled_weights(model, part.weights), _offset(on_step, place, len(parts))
         try:
             found = sample(target, center, chosen, masks=part.masks, on_step=on_more)
-            results.append(PartCoefficient(part.name, found, pull, found.reason))
+            yield PartCoefficient(part.name, found, pull, found.reason)
         except DivergenceError as problem:
-            results.append(PartCoefficient(part.name, None, pull, str(problem)))
-    return results
+            yield PartCoefficient(part.name, None, pull, str(problem))
 
 
 def shared_localization(curvature: float, burn_in: int) -> float:

@@ -69,18 +69,3 @@ def sampled_weights(model: nn.Module, names: str | Sequence[str] | None) -> Weig
             )
     check_finite(weights)
     return weights
-
-
-def refuse_random(model: nn.Module) -> None:
-    """Raise GeometryError for dropout and batch statistics that are switched on."""
-    for name, module in model.named_modules():
-        random = (isinstance(module, nn.Dropout) and module.p > 0) or isinstance(
-            module, nn.modules.batchnorm._BatchNorm
-        )
-        if random and module.training:
-            raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode",
-                setting="model",
-                given=name,
-                remedy="call model.eval() first",
-            )
