@@ -154,6 +154,13 @@ def test_what_cannot_be_converted_leaves_nothing(
     assert "XDG_CACHE_HOME" in str(caught.value)
 
 
+def test_what_belongs_to_a_model_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "topograd_adapter.json").write_text("{}")
+    with refused(RunError, setting="model", given=str(tmp_path)) as caught:
+        resolve_model(tmp_path)
+    assert "--specialists" in str(caught.value)
+
+
 def on_hub(folder: Path, home: Path) -> dict[str, str]:
     """A hub cache that holds the model `there/tiny`, and the environment that names it."""
     repository, commit = home / "hub" / "models--there--tiny", "c" * 40

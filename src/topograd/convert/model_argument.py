@@ -49,6 +49,12 @@ def resolve_model(model: Path | str) -> Path:
         return source
     if (source / "config.json").is_file() or is_peft(source):
         return _converted(source)
+    from topograd.runs.adapter import is_adapter  # brings torch
+
+    if is_adapter(source):
+        problem = f"{source} is what belongs to a model, and no model by itself"
+        remedy = "give the model, and this folder as --specialists, --draft or --router"
+        raise RunError(problem, setting="model", given=str(source), remedy=remedy)
     what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
     if source.is_file():
         with source.open("rb") as opened:
