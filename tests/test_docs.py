@@ -218,12 +218,13 @@ def test_a_flag_in_a_sentence_is_a_flag_of_some_command() -> None:
     calls = [("train", "--task", task) for task in ("masked", "images")]
     calls += [(verb,) for verb in VERBS] + [(verb, word) for verb, words in deeper.items() for word in words]
     known = OTHER_FLAGS.union(*(flags_of_command(words, main) for words in calls))
-    scripts = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks").glob("*.py"))
+    sources = (file for folder in ("benchmarks", "papers") for file in (ROOT / folder).rglob("*.py"))
+    scripts = "".join(file.read_text(encoding="utf-8") for file in sources)
     for page in (ROOT / "README.md", *SITE):
         if "results" in page.parts or "papers" in page.parts:
             continue  # with flags of benchmarks and studies
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for code in re.findall(r"`([^`]+)`", prose):
+        for code in re.findall(r"`((?:--|topograd )[^`]+)`", prose):
             for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", code):
                 field = flag.removeprefix("--").replace("-", "_")
                 assert flag in known or f" {field}: " in scripts, f"{name_of(page)}: `{code}`"

@@ -66,6 +66,7 @@ def test_what_cannot_be_asked_is_refused(attached: Attached) -> None:
         probe(attached, [1] * 16, [2, 3])
 
 
+@torch.no_grad()
 def test_a_model_that_can_have_no_specialist(adapted: LoadedTextRun) -> None:
     prompt, target = [5, 6, 7], [9]
     found = probe(attach(adapted, []), prompt, target)
