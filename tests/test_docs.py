@@ -193,6 +193,43 @@ def flags_of_command(words: Sequence[str], main: Callable[[list[str]], int]) -> 
     return {*own, *off, "--help", *(["--task"] if words[0] == "train" else [])}
 
 
+OTHER_FLAGS = {
+    "--nproc-per-node",
+    "--max-restarts",
+    "--nnodes",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--node-rank",
+}
+"""Of torchrun."""
+
+
+def test_a_flag_in_a_sentence_is_a_flag_of_some_command() -> None:
+    from topograd.cli.main import VERBS, main
+
+    deeper = {
+        "bench": ("decode", "serve"),
+        "eval": ("core",),
+        "interfaces": ("rank", "analyse"),
+        "probe": ("ladder",),
+        "search": ("dp", "soft", "surgery", "pareto", "choose"),
+        "specialist": ("attach", "finetune", "compose", "route", "align"),
+    }
+    calls = [("train", "--task", task) for task in ("masked", "images")]
+    calls += [(verb,) for verb in VERBS] + [(verb, word) for verb, words in deeper.items() for word in words]
+    known = OTHER_FLAGS.union(*(flags_of_command(words, main) for words in calls))
+    sources = (file for folder in ("benchmarks", "papers") for file in (ROOT / folder).rglob("*.py"))
+    scripts = "".join(file.read_text(encoding="utf-8") for file in sources)
+    for page in (ROOT / "README.md", *SITE):
+        if "results" in page.parts or "papers" in page.parts:
+            continue  # with flags of benchmarks and studies
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`((?:--|topograd )[^`]+)`", prose):
+            for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", code):
+                field = flag.removeprefix("--").replace("-", "_")
+                assert flag in known or f" {field}: " in scripts, f"{name_of(page)}: `{code}`"
+
+
 def test_commands_of_every_program_are_found() -> None:
     assert {program for _, program, _ in commands()} == {"topograd", "python -m papers", "python"}
 

@@ -66,7 +66,6 @@ ERRORS = {
     ("mamba", "runtime"): _MIXER,
     ("mamba", "export"): _OWN,
     ("adapted", "runtime"): _ONNX,
-    ("adapted", "export"): ("src/topograd/convert/export.py", "is a model which transformers runs here"),
     ("images", "decode"): _TEXT,
     ("images", "runtime"): _TEXT,
     ("images", "serve"): _TEXT,

@@ -85,6 +85,6 @@ class Registry(Generic[T]):
                 value = getattr(value, part)
         except (ImportError, AttributeError) as problem:
             message = f"{self.kind} {name!r} cannot be imported ({problem})"
-            remedy = "install its package or correct the name"
+            remedy = "install its package, correct the name, or start in the folder that has the module"
             raise ConfigError(message, setting=self.kind, given=name, remedy=remedy) from None
         return value  # type: ignore[return-value]

@@ -168,6 +168,7 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
         ("--steps x", "--steps is 'x'; it must be a whole number"),
         ("--steps 0", "--steps is 0; it must be at least 1"),
         ("--stpes 3", "(did you mean --steps?)"),
+        ("--lr-matrix 0.1", "(did you mean --optimizer.lr-matrix?)"),
         ("tiny", "Unrecognized options: tiny"),
         ("--partition 3,3", "partition 3,3 has 6 layers and the model has 2; give parts that add up to 2"),
         ("--partition 1,one", "part 2 is 'one'"),

@@ -24,7 +24,7 @@ from topograd.nn.draft_stage import DraftStage
 from topograd.nn.translator import Translator
 from topograd.runs.adapter import BaseIdentity, create_adapter, open_adapter
 from topograd.runs.folder import Run
-from topograd.runs.session import open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 Source = Callable[[str], tuple[Path, Any]]
 TOKENS = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -44,6 +44,25 @@ def test_transformers_loads_it_with_equal_logits(source: Source, tmp_path: Path,
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("def réad")["input_ids"] == tg.load(tmp_path / "run").encode("def réad")
     assert "licence" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.covers("adapted", "export")
+def test_what_a_model_learned_that_transformers_runs_goes_back_to_it(
+    adapted: LoadedTextRun, corpus: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    words = ["train", "--init", adapted.run.folder, "--data", corpus, "--lora-rank", 2, "--steps", 2]
+    size = ["--batch", 2, "--eval-every", 0, "--eval-bytes", 300, "--out", tmp_path / "run"]
+    assert main([str(word) for word in (*words, *size)]) == 0
+    export_model(tmp_path / "run", tmp_path / "out", "hf")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours = tg.load(tmp_path / "run").logits(TOKENS)
+    assert not torch.equal(ours, tg.load(adapted.run.folder).logits(TOKENS)), "it learned"
+    with torch.no_grad():
+        torch.testing.assert_close(back(TOKENS, use_cache=False).logits, ours, rtol=0, atol=1e-5)
+    with refused(ConfigError) as caught:
+        export_model(tmp_path / "run", tmp_path / "gguf", "gguf")
+    assert "use format hf" in str(caught.value)
 
 
 @pytest.mark.covers("imported", "export")

@@ -134,10 +134,14 @@ def test_models_that_were_not_used_for_longest_go(
 def test_what_cannot_be_converted_leaves_nothing(
     source: Source, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = tmp_path / "notes.txt"
+    text, broken = tmp_path / "notes.txt", tmp_path / "broken.gguf"
     text.write_text("no model")
-    with refused(CheckpointError):
+    with refused(RunError, setting="model", given=str(text)):
         resolve_model(text)
+    assert not cache.exists(), "what is no model at all is not begun"
+    broken.write_bytes(b"GGUF" + bytes(20))
+    with refused(CheckpointError):
+        resolve_model(broken)
     (entry,) = cache.iterdir()
     assert [path.name for path in entry.iterdir()] == ["lock"]
     with refused(RunError, setting="model", given=str(tmp_path)):
@@ -148,6 +152,13 @@ def test_what_cannot_be_converted_leaves_nothing(
     with refused(RunError) as caught:
         resolve_model(source("llama")[0])
     assert "XDG_CACHE_HOME" in str(caught.value)
+
+
+def test_what_belongs_to_a_model_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "topograd_adapter.json").write_text("{}")
+    with refused(RunError, setting="model", given=str(tmp_path)) as caught:
+        resolve_model(tmp_path)
+    assert "--specialists" in str(caught.value)
 
 
 def on_hub(folder: Path, home: Path) -> dict[str, str]:

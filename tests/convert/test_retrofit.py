@@ -55,6 +55,18 @@ def test_a_run_is_retrofitted_and_drafts(session: LoadedTextRun, tmp_path: Path)
         retrofit(base, None, CONFIG)
 
 
+def test_exits_behind_private_decoders_are_no_states_that_a_draft_reads(
+    make_session: Callable[..., LoadedTextRun],
+) -> None:
+    session = make_session(2, decoder=1)
+    found = retrofit(session, None, replace(CONFIG, depths=3), exits=True)
+    assert found["depths"] == 1, "full depth passes by the decoder of stage 1"
+    model = tg.load(session.run.folder)
+    made = model.generate("stage loss ", tokens=12, depth="speculate:draft")
+    assert made.drafted
+    assert made == model.generate("stage loss ", tokens=12, depth="full")
+
+
 def test_the_kernels_of_a_precision_write_the_text(session: LoadedTextRun, tmp_path: Path) -> None:
     int4 = replace(CONFIG, text=replace(CONFIG.text, weights="int4"))
     for name, config in (("float32", CONFIG), ("int4", int4)):

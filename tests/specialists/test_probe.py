@@ -64,3 +64,12 @@ def test_what_cannot_be_asked_is_refused(attached: Attached) -> None:
         probe(attached, [1], [999])
     with refused(ConfigError, setting="prompt", given=17):
         probe(attached, [1] * 16, [2, 3])
+
+
+@torch.no_grad()
+def test_a_model_that_can_have_no_specialist(adapted: LoadedTextRun) -> None:
+    prompt, target = [5, 6, 7], [9]
+    found = probe(attach(adapted, []), prompt, target)
+    logits = Predictor(adapted.stack, adapted.plan)(torch.tensor([prompt]))[0, -1]
+    assert [row["stage"] for row in found["stages"]] == [1, 2]
+    assert found["stages"][1]["logit"] == pytest.approx(float(logits[9]), rel=1e-4)

@@ -52,6 +52,8 @@ WeightsFlag = Annotated[
         "Torch has float32 alone, onnx all but bfloat16."
     ),
 ]
+NARROWEST = 60
+"""Columns: a table that is squeezed further loses its numbers."""
 DASH = "–"
 
 _last: tuple[Mapping[str, Flag], list[str]] = ({}, [])
@@ -164,7 +166,9 @@ def note_runtime(model: Model) -> None:
 
 def out() -> Console:
     """Where tables for people go; a name with brackets is a name, not a style."""
-    return Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, NARROWEST)
+    return console
 
 
 def show(as_json: bool, answer: Mapping[str, Any], *parts: Callable[[Any], Table | str | None]) -> None:

@@ -160,9 +160,21 @@ def run(argv: list[str]) -> int:
         note("by the run's calibration drafts do not pay on this machine; this is full depth")
     if not args.json and args.temperature is None and re.search(r"(.{4,120}?)\1\1$", made, re.DOTALL):
         note("the likeliest tokens repeat themselves; --temperature 0.8 samples instead")
+    if grammar is not None and not _is_json(made):
+        note(f"--tokens {args.tokens} ended the text before its JSON was whole; give more")
     if args.html is not None:
         _write_page(args.html, model, made)
     return 0
+
+
+def _is_json(text: str) -> bool:
+    from json import loads
+
+    try:
+        loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _schema(file: Path) -> Grammar:

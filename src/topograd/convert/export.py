@@ -10,8 +10,8 @@
 What hf and gguf have is the plain model: all layers in order, the shared head, a LoRA merged. Stages are a
 way of training and of leaving early that these formats do not know: what belongs to them goes into the
 adapter (`runs/adapter.py`), where there is any. A last stage with a head of its own, relays, and predictions
-by several stages cannot be written, and are refused. Specialists are adapters already. Limits: families that
-were imported; our own GPT has no counterpart there.
+by several stages cannot be written, and are refused. Specialists are adapters already. Limits: models that
+were imported; our own GPT has no counterpart there. One that transformers runs here has hf and peft alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from topograd.convert.card import card
 from topograd.convert.families import family_config, hugging_face_config
 from topograd.convert.gguf_file import write_gguf
 from topograd.convert.gguf_tokenizer import tokenizer_json
+from topograd.convert.huggingface import quiet_transformers
 from topograd.convert.peft_adapter import write_peft
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
@@ -37,6 +38,8 @@ from topograd.data.tokenizer import FILE
 from topograd.decode.retrofitted import exit_tensors, open_exits
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, saving_tensors, write_atomic
+from topograd.nn.adapted.adapt import Adapted
+from topograd.nn.stack import Stack
 from topograd.nn.transformer.config import TRAITS
 from topograd.nn.transformer.stack import Transformer
 from topograd.runs.adapter import BaseIdentity, create_adapter
@@ -58,9 +61,8 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     if out.exists():
         raise RunError(f"{out} exists already", remedy="export to another folder, or delete it")
     session = open_session(folder)
-    plain = _plain(session) if format_ in ("hf", "gguf") else None
-    if format_ == "peft":
-        _check_plain(session, adapted=True)
+    if format_ != "onnx":
+        _check_plain(session, adapted=format_ != "gguf")
     more: dict[str, Any] = {}
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -68,7 +70,7 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     try:
         if format_ == "peft":
             more = write_peft(temporary, session)
-        elif plain is None:
+        elif format_ == "onnx":
             if not installed():
                 remedy = "pip install onnx onnxruntime"
                 raise ConfigError("format onnx needs onnx and onnxruntime", remedy=remedy)
@@ -76,13 +78,15 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
 
             write_onnx(temporary, session)
         else:
-            stack, tokenizer = plain
-            if format_ == "hf":
+            stack, tokenizer = cast(Transformer, session.stack), session.tokenizer.to_hf()
+            if isinstance(session.stack, Adapted):
+                _write_adapted(temporary, session.stack, tokenizer)
+            elif format_ == "hf":
                 _write_folder(temporary, stack, tokenizer)
             else:
                 metadata = {**gguf_metadata(stack, out.name), **gguf_tokenizer(tokenizer, stack.config.vocab)}
                 write_gguf(temporary / "model.gguf", metadata, _tensors(stack, "gguf"), kind)
-            _write_adapter(temporary / "topograd", session, stack)
+            _write_adapter(temporary / "topograd", session, session.stack)
         write_atomic(temporary / "README.md", card(session.run, out.name))
         temporary.rename(out)
     except BaseException:
@@ -92,18 +96,12 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     return {"run": str(session.run.folder), "format": format_, "out": str(out), "files": files, **more}
 
 
-def _plain(session: LoadedTextRun) -> tuple[Transformer, HFTokenizer]:
-    """The model and the tokenizer, if others know their like."""
-    _check_plain(session)
-    return cast(Transformer, session.stack), session.tokenizer.to_hf()
-
-
 def _check_plain(session: LoadedTextRun, adapted: bool = False) -> None:
     """Refuse a model that others do not know; one that transformers runs unless `adapted`."""
     stack, where = session.stack, session.run.folder
     kind = session.config.model.kind
     if kind == "hf" and not adapted:
-        remedy = "only families with a stack of our own are exported, and transformers has it already"
+        remedy = "use format hf, which writes it as transformers does"
         raise ConfigError(f"{where} is a model which transformers runs here", remedy=remedy)
     if kind not in (*TRAITS, "hf") or not session.config.brings_tokenizer:
         problem = f"{where} is a model of our own kind, which no other program knows"
@@ -114,10 +112,11 @@ def _check_plain(session: LoadedTextRun, adapted: bool = False) -> None:
         raise ConfigError(problem, remedy="these formats cannot say that: keep the run's folder")
 
 
-def _write_adapter(folder: Path, session: LoadedTextRun, stack: Transformer) -> None:
+def _write_adapter(folder: Path, session: LoadedTextRun, stack: Stack) -> None:
     """What these formats cannot say of the run, if there is anything."""
     run, store, config = session.run, session.run.store, session.config
-    own = stack.head.deltas.named_parameters()
+    head = stack.shared_head
+    own = () if head is None else head.deltas.named_parameters()
     tensors = {f"head.deltas.{name}": value.detach() for name, value in own}
     if isinstance(store, DeltaStore):
         tensors |= store.own_tensors(store.names()[-1])
@@ -150,6 +149,13 @@ def _tensors(stack: Transformer, naming: Any) -> dict[str, Tensor]:
         there.name: (own[name] if there.write is None else there.write(own[name])).detach().contiguous()
         for name, there in tensor_names(family_config(stack), naming).items()
     }
+
+
+def _write_adapted(folder: Path, stack: Adapted, tokenizer: HFTokenizer) -> None:
+    """The module that transformers runs, as it writes it itself."""
+    with quiet_transformers(), saving_tensors(folder / "model.safetensors"):
+        stack.model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save(folder / "tokenizer.json")
 
 
 def _write_folder(folder: Path, stack: Transformer, tokenizer: HFTokenizer) -> None:

@@ -93,7 +93,7 @@ def load(folder: Path, dtype: torch.dtype | None = None) -> Loaded:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     local = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet():
+    with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, **local)
             _check(folder, config)
@@ -185,7 +185,7 @@ def _check(folder: Path, config: Any) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without the progress bars and warnings of transformers."""
     from transformers.utils import logging
 

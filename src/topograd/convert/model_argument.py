@@ -47,9 +47,20 @@ def resolve_model(model: Path | str) -> Path:
     source = local_model(model)
     if (source / "config.toml").is_file():
         return source
-    if source.is_file() or (source / "config.json").is_file() or is_peft(source):
+    if (source / "config.json").is_file() or is_peft(source):
         return _converted(source)
+    from topograd.runs.adapter import is_adapter  # brings torch
+
+    if is_adapter(source):
+        problem = f"{source} is what belongs to a model, and no model by itself"
+        remedy = "give the model, and this folder as --specialists, --draft or --router"
+        raise RunError(problem, setting="model", given=str(source), remedy=remedy)
     what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
+    if source.is_file():
+        with source.open("rb") as opened:
+            if opened.read(4) == b"GGUF":
+                return _converted(source)
+        what = 'the file does not begin with "GGUF"'
     problem = f"there is no model at {source}: {what}"
     remedy = f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
     raise RunError(problem, setting="model", given=str(source), remedy=remedy)

@@ -211,6 +211,8 @@ def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number
         chosen = _choose(engine.logits(batch, full), heat, generator).tolist()
         engine.append(batch, [[row.next(token)] for row, token in zip(rows, chosen, strict=True)])
     counts, cache = [config.length] * config.rows, batch[0].cache
+    for stage in engine.exits:  # full depth passes by the private decoders of earlier stages
+        engine.run(batch, stage)
     states = [
         cache.hidden(batch, stage, counts).unflatten(0, (config.rows, config.length))
         for stage in engine.exits

@@ -93,9 +93,11 @@ def retrofit(
     if init is None:
         counted = torch.from_numpy(tokens[learning])
         vocabulary = rank_tokens(counted, session.config.model.vocab, config.vocabulary)
-        last = len(session.plan.predicting()) - 1
-        count = min(config.depths, last + 1)
-        depths = [last - i * last // max(count - 1, 1) for i in reversed(range(count))]  # equally far apart
+        run = {planned.index for planned in session.plan.needed(session.plan.last)}  # not private decoders
+        there = [i for i, stage in enumerate(session.plan.predicting()) if stage in run]
+        last, count = len(there) - 1, min(config.depths, len(there))
+        places = [last - i * last // max(count - 1, 1) for i in reversed(range(count))]  # equally far apart
+        depths = [there[place] for place in places]
         stage = DraftStage(session.stack, vocabulary, depths, config.slots)
     else:
         stage = open_retrofit(session, init).stage.train().requires_grad_(True)

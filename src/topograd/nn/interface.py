@@ -238,6 +238,6 @@ def bounded_relay(stack: Stack, name: str) -> BoundedRelay:
             f"a region reads through {name!r}, which is no interface",
             setting="relay",
             given=name,
-            remedy="build the topology with Topology.regions and the relays with add_interfaces",
+            remedy="train with --interface; in Python, Topology.regions and add_interfaces make them",
         )
     return relay

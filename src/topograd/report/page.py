@@ -138,7 +138,7 @@ def write_page(
             f"cannot write {path} ({problem.strerror})",
             setting="out",
             given=str(path),
-            remedy="pass --out with a file you can write",
+            remedy="make room there, or make the folder writable",
         ) from None
     return path
 

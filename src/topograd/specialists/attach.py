@@ -189,6 +189,8 @@ def attach(base: LoadedTextRun, specialists: Sequence[Adapter] | Mapping[str, Ad
 
 def _attached(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> Attached:
     """New layers and heads for each shape on a copy of the base's stack that shares its weights."""
+    if not shapes:
+        return Attached(base, base.stack.eval(), base.plan, {}, Vocabulary(base.tokenizer, base.stack.vocab))
     tokens = next((shape.tokens for shape in shapes.values() if shape.tokens), ())
     for name, shape in shapes.items():
         if shape.tokens != tokens:  # ids differ, and so do the sizes of their heads
@@ -200,15 +202,14 @@ def _attached(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> Attached:
     with_new_rows(stack, vocabulary)
     topology, source = base.plan.topology, _source(base, shapes)
     depths = [shape.layers for shape in shapes.values()]
-    if shapes:
-        topology = topology.with_specialists(depths, next(iter(shapes.values())).objective, source)
+    topology = topology.with_specialists(depths, next(iter(shapes.values())).objective, source)
     first = len(base.plan.stages)
     for shape, depth in zip(shapes.values(), depths, strict=True):
         stack.append_layers(depth, index=shape.first_layer)  # type: ignore[operator]
     for stage, shape in enumerate(shapes.values(), first):
         stack.add_heads([stage], shape.head_rank)
         stack.shared_head.starts[stage] = source  # type: ignore[union-attr]
-    plan = prepare(stack, topology) if shapes else base.plan
+    plan = prepare(stack, topology)
     stages = {name: first + i for i, name in enumerate(shapes)}
     return Attached(base, stack.eval(), plan, stages, vocabulary)
 

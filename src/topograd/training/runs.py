@@ -367,7 +367,7 @@ def begin_from(stack: Stack, base: LoadedRun) -> None:
             f"{base.run.folder} has {foreign[0]!r}, which the new model does not",
             setting="init",
             given=str(base.run.folder),
-            remedy="give it the same [model] and [topology], such as --partition and --stage-heads",
+            remedy="give it the same [model] and [topology], as --config RUN/config.toml does",
         )
     for name, tensor in given.items():
         if own[name].shape != tensor.shape:
