@@ -49,9 +49,14 @@ def resolve_model(model: Path | str) -> Path:
         return source
     if source.is_file() or (source / "config.json").is_file() or is_peft(source):
         return _converted(source)
+    from topograd.runs.adapter import is_adapter  # brings torch
+
     what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
     problem = f"there is no model at {source}: {what}"
     remedy = f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
+    if is_adapter(source):
+        problem = f"{source} is an adapter and no model"
+        remedy = f"give its base, and --specialists {source} or --draft {source}"
     raise RunError(problem, setting="model", given=str(source), remedy=remedy)
 
 

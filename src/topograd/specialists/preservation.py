@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.data.loader import IGNORED
+from topograd.evaluation.prompts import shared
 from topograd.exec.forward import predict, stage_outputs
 from topograd.nn.stack import Stack
 from topograd.runs.session import LoadedTextRun
@@ -120,7 +121,8 @@ class Preservation:
         self.nbytes = sum(len(tokenizer.pieces[t]) for row in rows for t in row[:context])
         self.items = [[tokenizer.encode(q + choice) for choice in choices] for q, choices in QUESTIONS]
         self.starts = [
-            [_shared(tokenizer.encode(q), ids) for ids in each]
+            # a tokenizer may join the question's last token and what follows
+            [min(shared([tokenizer.encode(q), ids]), len(ids) - 1) for ids in each]
             for (q, _), each in zip(QUESTIONS, self.items, strict=True)
         ]
         self.separator, self.context = tokenizer.separator, context
@@ -190,12 +192,6 @@ def _logits(
     if where is not None:
         outputs = {stage: h[where] for stage, h in outputs.items()}
     return [predict(stack, plan, outputs, plan.prediction.full).cpu() for plan in full]
-
-
-def _shared(question: Sequence[int], whole: Sequence[int]) -> int:
-    """How many first tokens a question and its continuation share: a tokenizer may join them."""
-    same = [a == b for a, b in zip(question, whole, strict=False)]
-    return min(same.index(False) if False in same else len(same), len(whole) - 1)
 
 
 def _batch(rows: Sequence[Sequence[int]], separator: int, context: int) -> tuple[Tensor, Tensor]:
