@@ -57,6 +57,9 @@ _CHANGES = (
 _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 """How a correction may have begun; the other ways (pissa, olora, ...) took something out of the base."""
 
+_MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+"""Model types whose `out_proj` peft does not correct: their kernels read its weight past the module."""
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -211,6 +214,10 @@ def write_peft(folder: Path, session: LoadedTextRun) -> dict[str, Any]:
             a, b = torch.cat([a, own[f"{module}.lora_a0"]]), torch.cat([b, -own[f"{module}.lora_b0"]], 1)
         there = f"{PREFIX}{names[module]}"
         tensors |= {f"{there}.lora_A.weight": a.contiguous(), f"{there}.lora_B.weight": b.contiguous()}
+    kind = getattr(getattr(getattr(session.stack, "model", None), "config", None), "model_type", None)
+    if kind in _MAMBAS and any(name.endswith(".out_proj") for name in modules):
+        problem = f"{session.run.folder} corrects out_proj of a {kind}, which peft refuses to read"
+        raise ConfigError(problem, setting="format", given="peft", remedy="keep the run's folder")
     rank = len(tensors[f"{PREFIX}{names[modules[0]]}.lora_A.weight"])
     transposed = is_transposed(session.stack.get_submodule(modules[0]))
     targets = _targets([names[module] for module in modules], list(names.values()))
