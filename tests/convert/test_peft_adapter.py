@@ -215,7 +215,7 @@ def test_what_peft_would_not_read_is_not_written(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source("llama")[0] / name, folder / name)
     import_model(folder, tmp_path / "base", context=64)
-    flags = ["--init", tmp_path / "base", "--lora-rank", 2, "--data", corpus, *WORDS]
+    flags = ["--init", tmp_path / "base", "--lora-rank", 1, "--data", corpus, *WORDS]
     assert call("train", *flags, "--out", tmp_path / "run", "--json").json["finished"]
     refusal = call("export", tmp_path / "run", "--format", "peft", "--out", tmp_path / "out").refusal
     assert "out_proj of a mamba, which peft refuses to read" in refusal

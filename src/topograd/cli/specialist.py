@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Attach:
-    """Add a stage and a head of its own behind a frozen model. It changes nothing until it is trained.
-
-    The model is referred to by hash and never changed.
-    """
+    """Add a stage and a head of its own behind a frozen model. It changes nothing until it is trained."""
 
     base: ModelArgument
     out: Path
@@ -315,7 +312,7 @@ def _align(args: Align) -> int:
         raise ConfigError("--steps is given and --data is not", remedy="give the text to train on")
     from topograd.convert.model_argument import resolve_model
     from topograd.runs.session import open_session
-    from topograd.specialists.align import carry, text_to_fit, versions
+    from topograd.specialists.align import carry, compared, text_to_fit, trained_on, versions
     from topograd.specialists.attach import open_specialist
 
     adapter = open_specialist(args.folder)
@@ -325,14 +322,9 @@ def _align(args: Align) -> int:
     answer: dict[str, Any] = {"specialist": str(args.out), "base": str(args.to), **versions(old, new)}
     answer["fitted_on_tokens"] = 0 if inputs is None else inputs.numel()
     if args.data is not None:
-        from topograd.specialists.align import compared
-
         answer["nats"] = compared(args.data, adapter, carried, old, new, args.context)
-    if args.steps:
-        from topograd.specialists.align import trained_on
-
-        assert args.data is not None
-        answer["nats"] |= trained_on(args.data, carried, new, args.steps, args.context)
+        if args.steps:
+            answer["nats"] |= trained_on(args.data, carried, new, args.steps, args.context)
     words = [
         f"{args.out}: carried to {args.to}, a {answer['kind']} version apart; the heads differ by "
         f"{answer['residual']:.3f} behind the alignment"

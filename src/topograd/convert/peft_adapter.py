@@ -92,8 +92,7 @@ class PeftAdapter:
 def read_peft(folder: Path) -> PeftAdapter:
     """The adapter in a folder."""
     settings = read_json(folder / PEFT, CheckpointError)
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if (kind := settings.get("peft_type") if isinstance(settings, dict) else None) != "LORA":
         raise _unread(folder, f"its peft_type is {kind!r}")
     if changed := [name for name in _CHANGES if settings.get(name)]:
         raise _unread(folder, f"it has {changed[0]}")
@@ -150,13 +149,8 @@ def base_of(adapter: PeftAdapter) -> str:
             setting="base",
             remedy=f"run: topograd import {adapter.folder} --base MODEL --out RUN",
         )
-    if (
-        Path(adapter.base).exists()
-        or adapter.base.count("/") != 1
-        or adapter.base.startswith((".", "/", "~"))
-    ):
-        return adapter.base
-    return HUB + adapter.base
+    is_path = adapter.base.count("/") != 1 or adapter.base.startswith((".", "/", "~"))
+    return adapter.base if is_path or Path(adapter.base).exists() else HUB + adapter.base
 
 
 @torch.no_grad()
