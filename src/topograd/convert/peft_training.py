@@ -38,11 +38,11 @@ def held_peft_model(
             remedy="leave out use_dora and init_lora_weights",
         )
     made = get_peft_model(model, config)
-    layers = {name: layer for name, layer in made.named_modules() if isinstance(layer, LoraLayer)}
-    maps = [f"{name}.base_layer" for name in layers]
+    found: dict[str, Any] = {n: layer for n, layer in made.named_modules() if isinstance(layer, LoraLayer)}
+    maps = [f"{name}.base_layer" for name in found]
     with evaluating(made):
         before, after = (input_moments(made, maps, text) for text in (old, new))
-    for place, layer in zip(maps, layers.values(), strict=True):
+    for place, layer in zip(maps, found.values(), strict=True):
         for down in layer.lora_A.values():
             down.weight.requires_grad_(False)
             if place in before and place in after:  # the texts reach it
