@@ -208,8 +208,8 @@ def test_what_peft_would_not_read_is_not_written(
 ) -> None:
     import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 320}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 320}
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     folder = tmp_path / "mamba"
     transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, **ends)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -256,11 +256,10 @@ def copied(stack: Stack) -> Stack:
 
 def by_folder(specialists: Sequence[Adapter]) -> dict[str, Adapter]:
     """Specialists by the names of their folders."""
-    named = {adapter.folder.resolve().name: adapter for adapter in specialists}
-    if len(named) < len(specialists):
-        given = ", ".join(str(adapter.folder) for adapter in specialists)
-        raise ConfigError(setting="specialists", given=given, allowed="in folders of different names")
-    return named
+    names = [adapter.folder.resolve().name for adapter in specialists]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(setting="specialists", given=twice[0], allowed="in folders of different names")
+    return dict(zip(names, specialists, strict=True))
 
 
 def card(name: str, base: LoadedTextRun, shape: Shape, lines: Sequence[str] = ()) -> str:
