@@ -22,7 +22,7 @@ ENTRIES: dict[str, dict[str, str]] = {
         "soft": "topograd.search.soft:SoftTask",
         "surgery": "topograd.search.surgery:SurgeryTask",
     },
-    "chat data": {  # used by `runs/session.py`
+    "chat data": {  # used by `runs/session.py` and `training/forgetting.py`
         "jsonl": "topograd.specialists.records:prepare_chats",
     },
     "backward engine": {  # used by `training/step_runner.py`

@@ -40,6 +40,16 @@ def test_from_a_base_to_two_composed_specialists(
     assert "specialists" not in plain
 
 
+def test_the_base_may_be_any_model(call: Call, source: Any, chat: Path, tmp_path: Path) -> None:
+    folder, spec = source("llama")[0], tmp_path / "spec"
+    assert call("attach", folder, "--out", spec, "--json").json["identity"] == 0.0
+    tune(call, spec, chat, "--base", folder, "--json").json  # noqa: B018
+    words = (folder, "--specialists", spec, "--data", chat, "--rows", 4, "--json")
+    assert call("compose", *words).json["specialists"] == {"spec": 1.0}
+    assert call("route", *words, "--out", tmp_path / "router").code == 0
+    assert call("align", spec, "--to", folder, "--out", tmp_path / "there", "--json").code == 0
+
+
 def test_train_takes_the_chats_that_finetune_takes(
     straight: Run, call: Call, chat: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +89,7 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
             "it must be the new token, =, and a related word",
         ),
         (["specialist", "attach", "BASE", "--out", "SPEC"], "it must be an empty folder, or a new one"),
-        (["specialist", "attach", "SPEC", "--out", "NEW"], "is not a run"),
+        (["specialist", "attach", "SPEC", "--out", "NEW"], "is an adapter and no model"),
         (["report", "SPEC"], "was not trained yet"),
         (["specialist", "finetune", "SPEC"], "--data is not given"),
         (

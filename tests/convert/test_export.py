@@ -105,6 +105,7 @@ def test_a_gguf_keeps_the_token_before_a_text(source: Source, tmp_path: Path) ->
         ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope scaling"),
         ({"add_prefix_space": True}, "the tokenizer splits texts in a way"),
+        ({"merges": []}, "the tokenizer has no merges"),
     ],
 )
 def test_what_a_gguf_would_lose_is_refused(
@@ -113,9 +114,10 @@ def test_what_a_gguf_would_lose_is_refused(
     """Its readers would compute something else, and nobody would know."""
     pytest.importorskip("gguf")
     folder = shutil.copytree(source("llama")[0], tmp_path / "folder")
-    file = folder / ("tokenizer.json" if "add_prefix_space" in changes else "config.json")
+    part = {"add_prefix_space": "pre_tokenizer", "merges": "model"}.get(next(iter(changes)))
+    file = folder / ("config.json" if part is None else "tokenizer.json")
     content = json.loads(file.read_text())
-    (content["pre_tokenizer"] if "add_prefix_space" in changes else content).update(changes)
+    (content if part is None else content[part]).update(changes)
     file.write_text(json.dumps(content))
     import_model(folder, tmp_path / "run")
     with pytest.raises(ConfigError, match=why):

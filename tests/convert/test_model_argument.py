@@ -23,6 +23,7 @@ from topograd.convert.model_argument import resolve_model
 from topograd.errors import CheckpointError, RunError
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session, read_settings
+from topograd.specialists.attach import new_specialist
 
 Source = Callable[[str], tuple[Path, Any]]
 TOKENS = torch.randint(300, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -54,6 +55,13 @@ def no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_is_itself(straight: Run, cache: Path) -> None:
     assert resolve_model(str(straight.folder)) == straight.folder
     assert not cache.exists()
+
+
+def test_an_adapter_of_our_own_is_no_model(straight: Run, tmp_path: Path) -> None:
+    new_specialist(tmp_path / "spec", open_session(straight.folder))
+    with refused(RunError, setting="model") as error:
+        resolve_model(tmp_path / "spec")
+    assert "is an adapter and no model; give its base" in str(error.value)
 
 
 def test_a_folder_is_converted_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from topograd.decode.depths import engine_of
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
+from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_session
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.runs import start
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,13 @@ def test_the_script_continues_tokens_as_torch_does(exported: Path) -> None:
     session = open_session(REFERENCE)
     (text,) = generate_batch(FixedDepth(engine_of(session, "torch")), [[5, 6, 7]], 32)
     assert [int(token) for token in run(exported, "5", "6", "7").split()] == [e.token for e in text]
+
+
+def test_one_stage_is_written_at_full_depth(config: TrainConfig, tmp_path: Path) -> None:
+    whole = replace(config, topology=replace(config.topology, partition="L"), steps=1)
+    start(whole, tmp_path / "run").train()
+    export_model(tmp_path / "run", tmp_path / "out", "onnx")
+    assert json.loads(run(tmp_path / "out")) == {"texts": 1, "equal": 1}
 
 
 def test_what_is_no_chain_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,22 @@ def test_a_model_that_transformers_runs(adapted: Any, corpus: Path, tmp_path: Pa
     assert found["modules"] == 4 * 3
     theirs = peft.PeftModel.from_pretrained(fresh(adapted.run.folder.parent / "neox"), tmp_path / "out")
     torch.testing.assert_close(logits(theirs), tg.load(tmp_path / "run").logits(TOKENS), rtol=0, atol=2e-5)
+
+
+def test_what_peft_would_not_read_is_not_written(
+    source: Source, corpus: Path, tmp_path: Path, call: Call
+) -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 320}
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    folder = tmp_path / "mamba"
+    transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, **ends)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source("llama")[0] / name, folder / name)
+    import_model(folder, tmp_path / "base", context=64)
+    flags = ["--init", tmp_path / "base", "--lora-rank", 1, "--data", corpus, *WORDS]
+    assert call("train", *flags, "--out", tmp_path / "run", "--json").json["finished"]
+    refusal = call("export", tmp_path / "run", "--format", "peft", "--out", tmp_path / "out").refusal
+    assert "out_proj of a mamba, which peft refuses to read" in refusal
+    assert not (tmp_path / "out").exists()

@@ -125,6 +125,22 @@ def test_without_old_text_the_base_draws_some(settings: Settings, tmp_path: Path
     assert math.isfinite(results["forgotten"])
 
 
+def test_old_chats_are_read_as_the_base_spells_them(
+    settings: Settings, straight: Run, tmp_path: Path
+) -> None:
+    chats = tmp_path / "old.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"No {i}."}]}
+        for i in range(40)
+    ]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results = start(settings(old_text=str(chats), lora_directions="safe"), tmp_path / "run").train()
+    assert math.isfinite(results["forgotten"])
+    tokenizer = open_session(straight.folder).tokenizer
+    first = tokenizer.decode(old_text(tokenizer, 64, str(chats)).judged.inputs[0, 1:].tolist())
+    assert first.startswith("User: Hi\nAssistant: No ")
+
+
 def test_old_text_is_cut_into_sequences_that_do_not_judge_what_they_read(straight: Run, old: Path) -> None:
     tokenizer = open_session(straight.folder).tokenizer
     text = old_text(tokenizer, 16, str(old))

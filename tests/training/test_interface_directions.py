@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from topograd.exec.gradient import BACKWARDS
+from topograd.exec.train_step import train_step
 from topograd.interfaces.adjoint_rank import boundary_adjoints
 from topograd.nn.gpt import GPT
+from topograd.nn.lora import add_lora, corrected_maps
 from topograd.nn.preparation import prepare
 from topograd.nn.residual_interface import ResidualRelay
 from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.session import open_session
+from topograd.runs.tune_config import TuneConfig
 from topograd.topology.dag import Topology
 from topograd.training.interface_directions import begin_interfaces, boundary_rows, leading_directions
 from topograd.training.runs import start
@@ -107,3 +111,31 @@ def test_a_run_begins_with_them_and_keeps_them(config: TrainConfig, tmp_path: Pa
         found.append(bases(open_session(folder).stack)[0])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     torch.testing.assert_close(found[0].T @ found[0], torch.eye(4), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "lora"])
+def test_a_run_that_is_trained_on_keeps_those_of_its_base(
+    config: TrainConfig, tmp_path: Path, rank: int
+) -> None:
+    topology = replace(config.topology, interface="residual:r=4,basis=hidden", backward="scan")
+    config = replace(config, topology=topology, steps=1)
+    start(config, tmp_path / "base").train()
+    tuned = replace(config, init=str(tmp_path / "base"), seed=1, tune=TuneConfig(lora_rank=rank))
+    start(tuned, tmp_path / "tuned").train()
+    before, after = (open_session(tmp_path / name).stack for name in ("base", "tuned"))
+    torch.testing.assert_close(bases(before), bases(after), rtol=0, atol=0)
+
+
+def test_gradients_of_a_lora_are_those_of_autograd() -> None:
+    taken = []
+    for engine in ("autograd", "scan", "hybrid"):
+        stack = model()
+        plan = prepare(stack, Topology.regions("1,1,1,1", "residual:r=3,basis=learned"))
+        add_lora(stack.layers, 2)
+        for module in corrected_maps(stack).values():
+            torch.nn.init.normal_(module.get_parameter("lora_b"), std=0.1)
+        train_step(stack, plan, *batch(), gradient=BACKWARDS[engine]())
+        taken.append([p.grad for p in stack.parameters() if p.grad is not None])
+    assert any(bool(grad.any()) for grad in taken[0])
+    for other in taken[1:]:
+        torch.testing.assert_close(other, taken[0], rtol=1e-9, atol=1e-12)

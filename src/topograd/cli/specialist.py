@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, grid, note, number, parse_one_of, printed, show
+from topograd.cli.console import Json, ModelArgument, grid, note, number, parse_one_of, printed, show
 from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError, RunError
 from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Attach:
-    """Add a stage and a head of its own behind a frozen run. It changes nothing until it is trained."""
+    """Add a stage and a head of its own behind a frozen model. It changes nothing until it is trained."""
 
-    base: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
-    """The run's folder, trained here or imported; it is referred to by hash and never changed."""
+    base: ModelArgument
     out: Path
     """The specialist's folder, new or empty."""
     layers: int = 1
@@ -57,13 +56,14 @@ class Attach:
 
 def _attach(args: Attach) -> int:
     """Attach, say what came of it, return the exit code."""
+    from topograd.convert.model_argument import resolve_model
     from topograd.runs.session import open_session
     from topograd.specialists.attach import attach, new_specialist
     from topograd.specialists.composition import composed
     from topograd.specialists.preservation import Preservation
     from topograd.specialists.tokens import NewToken
 
-    base = open_session(args.base)
+    base = open_session(resolve_model(args.base))
     adapter = new_specialist(
         args.out,
         base,
@@ -122,10 +122,11 @@ def _finetune(args: Finetune) -> int:
     _check_finetune(args)
     from topograd.specialists.finetune import FineTuning
 
+    base = _moved(args.base)
     if args.resume:
-        trainer = FineTuning.resume(args.folder, args.base)
+        trainer = FineTuning.resume(args.folder, base)
     else:
-        trainer = FineTuning.start(args.folder, args.settings, args.base)
+        trainer = FineTuning.start(args.folder, args.settings, base)
     began = trainer.step
     with training_progress(args.folder.name) as on_step:
         result = trainer.train(args.stop_after, on_step, counted("rows of the base's hidden states"))
@@ -134,6 +135,13 @@ def _finetune(args: Finetune) -> int:
         return 1
     again = f"topograd specialist finetune {shlex.quote(str(args.folder))} --resume"
     return say_how_to_resume(result, trainer.task.schedule.steps, again, args.stop_after, began)
+
+
+def _moved(base: Path | None) -> Path | None:
+    """The run of a base that was moved, if it was."""
+    from topograd.convert.model_argument import resolve_model
+
+    return None if base is None else resolve_model(base)
 
 
 def _check_finetune(args: Finetune) -> None:
@@ -161,8 +169,7 @@ def _preserved(result: Mapping[str, Any]) -> Table:
 class OnTexts:
     """What commands have in common that read texts with several specialists."""
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
-    """The run's folder."""
+    folder: ModelArgument
     specialists: Annotated[str, tyro.conf.arg(metavar="A,B")]
     """Folders of specialists, as A,B or A*0.7,B*0.3."""
     data: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = ()
@@ -196,10 +203,11 @@ def _compose(args: Compose) -> int:
     """Measure, print, return the exit code."""
     if not args.data:
         raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text to measure on")
+    from topograd.convert.model_argument import resolve_model
     from topograd.specialists.interference import default_compositions, interference
     from topograd.specialists.model import open_composed
 
-    model = open_composed(args.folder, args.specialists, args.pool)
+    model = open_composed(resolve_model(args.folder), args.specialists, args.pool)
     attached = model.pool.attached
     found = interference(
         attached, args.texts(attached), default_compositions(attached, model.weights), args.pool
@@ -237,11 +245,12 @@ def _route(args: Route) -> int:
     """Train or ask, print, return the exit code."""
     if (args.prompt is None) == (not args.data):
         raise ConfigError("give --data to train a router, or --prompt to ask one that is there, not both")
+    from topograd.convert.model_argument import resolve_model
     from topograd.specialists.model import SpecialistPool, open_named
     from topograd.specialists.router import open_router, save_router, train_router
 
     adapters, _ = open_named(args.specialists)
-    pool = SpecialistPool.open(args.folder, adapters)
+    pool = SpecialistPool.open(resolve_model(args.folder), adapters)
     answer: dict[str, Any] = {"run": str(args.folder), "router": str(args.out)}
     if args.prompt is not None:
         router = open_router(args.out, pool.attached, adapters)
@@ -280,7 +289,7 @@ class Align:
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SPEC")]
     """The specialist's folder."""
     to: Annotated[Path, tyro.conf.arg(metavar="BASE")]
-    """The run that it shall belong to: the same tokenizer and as many layers, as wide or wider."""
+    """The model that it shall belong to: the same tokenizer and as many layers, as wide or wider."""
     out: Path
     """The new specialist's folder."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -301,25 +310,21 @@ def _align(args: Align) -> int:
     """Carry over, measure if there is text, return the exit code."""
     if args.steps and args.data is None:
         raise ConfigError("--steps is given and --data is not", remedy="give the text to train on")
+    from topograd.convert.model_argument import resolve_model
     from topograd.runs.session import open_session
-    from topograd.specialists.align import carry, text_to_fit, versions
+    from topograd.specialists.align import carry, compared, text_to_fit, trained_on, versions
     from topograd.specialists.attach import open_specialist
 
     adapter = open_specialist(args.folder)
-    old, new = adapter.open_base(args.base), open_session(args.to)
+    old, new = adapter.open_base(_moved(args.base)), open_session(resolve_model(args.to))
     inputs = None if args.data is None else text_to_fit(args.data, old, new, args.context)
     carried = carry(adapter, old, new, args.out, inputs)
     answer: dict[str, Any] = {"specialist": str(args.out), "base": str(args.to), **versions(old, new)}
     answer["fitted_on_tokens"] = 0 if inputs is None else inputs.numel()
     if args.data is not None:
-        from topograd.specialists.align import compared
-
         answer["nats"] = compared(args.data, adapter, carried, old, new, args.context)
-    if args.steps:
-        from topograd.specialists.align import trained_on
-
-        assert args.data is not None
-        answer["nats"] |= trained_on(args.data, carried, new, args.steps, args.context)
+        if args.steps:
+            answer["nats"] |= trained_on(args.data, carried, new, args.steps, args.context)
     words = [
         f"{args.out}: carried to {args.to}, a {answer['kind']} version apart; the heads differ by "
         f"{answer['residual']:.3f} behind the alignment"

@@ -78,11 +78,11 @@ def _layers(model: nn.Module, config: Any) -> str:
 def _head(model: nn.Module) -> str:
     find: Any = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
-    for name, module in model.named_modules():
-        if head is not None and module is head:
-            return name
-    problem = f"a {type(model).__name__} does not say where its head is"
-    raise CheckpointError(problem, remedy="write a Stack for it")
+    place = next((name for name, m in model.named_modules() if head is not None and m is head), None)
+    if place is None:
+        problem = f"a {type(model).__name__} does not say where its head is"
+        raise CheckpointError(problem, remedy="write a Stack for it")
+    return place
 
 
 def _norm(model: nn.Module, layers: str) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,8 @@ def read_origin(run: Run, config: TrainConfig, deepest: int = 8) -> dict[str, An
 
 def write_card(run: Run) -> None:
     """Write the card of a run into its folder; a folder that cannot be written goes without."""
-    try:
+    with suppress(OSError):
         write_atomic(run.folder / CARD, card(run, run.folder.name))
-    except OSError:
-        return
 
 
 def card(run: Run, name: str) -> str:

@@ -212,6 +212,10 @@ def gguf_tokenizer(tokenizer: HFTokenizer, vocab: int) -> dict[str, Any]:
     model, added = content["model"], content.get("added_tokens", [])
     if model.get("type", "BPE") != "BPE" or "ByteLevel" not in json.dumps(content.get("decoder")):
         raise ConfigError("only byte-level BPE tokenizers are written as GGUF", remedy="use format hf")
+    if not model["merges"]:
+        raise ConfigError(
+            "the tokenizer has no merges, and a GGUF file holds no empty list", remedy="use format hf"
+        )
     names = {index: token for token, index in model["vocab"].items()}
     names |= {token["id"]: token["content"] for token in added}
     tokens = [names.get(index, f"[unused{index}]") for index in range(vocab)]

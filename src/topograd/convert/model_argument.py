@@ -52,8 +52,8 @@ def resolve_model(model: Path | str) -> Path:
     from topograd.runs.adapter import is_adapter  # brings torch
 
     if is_adapter(source):
-        problem = f"{source} is what belongs to a model, and no model by itself"
-        remedy = "give the model, and this folder as --specialists, --draft or --router"
+        problem = f"{source} is an adapter and no model"
+        remedy = "give its base, and this folder as --specialists, --draft or --router"
         raise RunError(problem, setting="model", given=str(source), remedy=remedy)
     what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
     if source.is_file():

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from topograd.decode.engine import Engine
-from topograd.decode.strategies import generate_batch
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
 from topograd.files import dump_json, sha256, write_atomic
@@ -108,7 +108,8 @@ def _texts(session: LoadedTextRun, engine: Engine) -> list[dict[str, Any]]:
     found = []
     for margin in MARGINS if engine.last else MARGINS[:1]:
         margins = [margin] * engine.last
-        (text,) = generate_batch(Wand(engine, margins), [prompt], WRITTEN)
+        strategy = Wand(engine, margins) if margins else FixedDepth(engine)
+        (text,) = generate_batch(strategy, [prompt], WRITTEN)
         tokens = [[emitted.token, emitted.exit + 1] for emitted in text]
         finite = [min(value, 1e30) for value in margins]
         found.append({"prompt": prompt, "margins": finite, "tokens": tokens})

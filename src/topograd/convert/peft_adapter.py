@@ -56,6 +56,9 @@ _CHANGES = (
 _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 """How a correction may have begun; the other ways (pissa, olora, ...) took something out of the base."""
 
+_MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+"""Model types whose `out_proj` peft does not correct: their kernels read its weight past the module."""
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -88,8 +91,7 @@ class PeftAdapter:
 def read_peft(folder: Path) -> PeftAdapter:
     """The adapter in a folder."""
     settings = read_json(folder / PEFT, CheckpointError)
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if (kind := settings.get("peft_type") if isinstance(settings, dict) else None) != "LORA":
         raise _unread(folder, f"its peft_type is {kind!r}")
     if changed := [name for name in _CHANGES if settings.get(name)]:
         raise _unread(folder, f"it has {changed[0]}")
@@ -144,13 +146,8 @@ def base_of(adapter: PeftAdapter) -> str:
             setting="base",
             remedy=f"run: topograd import {adapter.folder} --base MODEL --out RUN",
         )
-    if (
-        Path(adapter.base).exists()
-        or adapter.base.count("/") != 1
-        or adapter.base.startswith((".", "/", "~"))
-    ):
-        return adapter.base
-    return HUB + adapter.base
+    is_path = adapter.base.count("/") != 1 or adapter.base.startswith((".", "/", "~"))
+    return adapter.base if is_path or Path(adapter.base).exists() else HUB + adapter.base
 
 
 @torch.no_grad()
@@ -208,6 +205,10 @@ def write_peft(folder: Path, session: LoadedTextRun) -> dict[str, Any]:
             a, b = torch.cat([a, own[f"{module}.lora_a0"]]), torch.cat([b, -own[f"{module}.lora_b0"]], 1)
         there = f"{PREFIX}{names[module]}"
         tensors |= {f"{there}.lora_A.weight": a.contiguous(), f"{there}.lora_B.weight": b.contiguous()}
+    kind = getattr(getattr(getattr(session.stack, "model", None), "config", None), "model_type", None)
+    if kind in _MAMBAS and any(name.endswith(".out_proj") for name in modules):
+        problem = f"{session.run.folder} corrects out_proj of a {kind}, which peft refuses to read"
+        raise ConfigError(problem, setting="format", given="peft", remedy="keep the run's folder")
     rank = len(tensors[f"{PREFIX}{names[modules[0]]}.lora_A.weight"])
     transposed = is_transposed(session.stack.get_submodule(modules[0]))
     targets = _targets([names[module] for module in modules], list(names.values()))

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import evaluating
 from topograd.geometry.safe_directions import Kind, adapter_directions, input_moments
 
 
@@ -38,21 +38,15 @@ def held_peft_model(
             remedy="leave out use_dora and init_lora_weights",
         )
     made = get_peft_model(model, config)
-    layers = {name: layer for name, layer in made.named_modules() if isinstance(layer, LoraLayer)}
-    maps = [f"{name}.base_layer" for name in layers]
-    was = made.training
-    made.eval()
-    before, after = (input_moments(made, maps, text) for text in (old, new))
-    made.train(was)
-    for name, layer in layers.items():
-        _hold(layer, before.get(f"{name}.base_layer"), after.get(f"{name}.base_layer"), directions)
+    found: dict[str, Any] = {n: layer for n, layer in made.named_modules() if isinstance(layer, LoraLayer)}
+    maps = [f"{name}.base_layer" for name in found]
+    with evaluating(made):
+        before, after = (input_moments(made, maps, text) for text in (old, new))
+    for place, layer in zip(maps, found.values(), strict=True):
+        for down in layer.lora_A.values():
+            down.weight.requires_grad_(False)
+            if place in before and place in after:  # the texts reach it
+                down.weight.copy_(
+                    adapter_directions(directions, before[place], after[place], len(down.weight))
+                )
     return made
-
-
-@torch.no_grad()
-def _hold(layer: Any, old: Tensor | None, new: Tensor | None, directions: Kind) -> None:
-    """Set A of a layer, if the texts reach it, and hold it."""
-    for down in layer.lora_A.values():
-        if old is not None and new is not None:
-            down.weight.copy_(adapter_directions(directions, old, new, len(down.weight)))
-        down.weight.requires_grad_(False)

@@ -68,17 +68,16 @@ class ItemLog:
         whole = data[: data.rfind(b"\n") + 1]
         try:
             records = [json.loads(line) for line in whole.decode().splitlines()]
-            if records and records[0] != self.header:
-                problem = f"{path} is the log of other weights, tasks or settings"
-                raise RunError(problem, setting="log", given=path, remedy="move it away")
-            self.done = {(str(r["task"]), int(r["item"])): r for r in records[1:]}
+            same = not records or records[0] == self.header
+            self.done = {(str(r["task"]), int(r["item"])): r for r in records[1:] if same}
             if not all(isinstance(r["correct"], list) and "cut" in r for r in self.done.values()):
                 raise KeyError
-        except RunError:
-            raise
         except (ValueError, KeyError, TypeError):
             remedy = "move it away and evaluate again"
             raise RunError(f"{path} is damaged", setting="log", given=path, remedy=remedy) from None
+        if not same:
+            problem = f"{path} is the log of other weights, tasks or settings"
+            raise RunError(problem, setting="log", given=path, remedy="move it away")
         if len(whole) < len(data):
             with path.open("r+b") as file:
                 file.truncate(len(whole))

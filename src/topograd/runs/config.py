@@ -304,11 +304,8 @@ class TrainConfig(CommonConfig):
                 setting=partial[0],
                 given=getattr(tune, partial[0]),
             )
-        if tune.lora_rank and self.topology.interface is not None:
-            raise ConfigError(
-                setting="lora_rank", given=tune.lora_rank, remedy="with an interface it must be 0"
-            )
-        for name, given in (("layer_dropout", bool(tune.layer_dropout)), ("bf16", self.bf16)):
+        formless = {"lora_rank": tune.lora_rank, "layer_dropout": tune.layer_dropout, "bf16": self.bf16}
+        for name, given in formless.items():
             if given and self.topology.jacobian == "pullback":
                 raise ConfigError(
                     setting="jacobian",

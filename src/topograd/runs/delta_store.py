@@ -65,6 +65,7 @@ def apply_tuning(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
         exits = [planned.index for planned in learning if planned.predicts]
         stack.add_heads(exits, min(tune.exit_rank, stack.width))
     elif tune.lora_rank:
+        relays = [p for r in stack.learned_relays().values() for p in r.parameters() if p.requires_grad]
         stack.requires_grad_(False)
         held = tune.holds_directions
         add_lora(
@@ -77,8 +78,8 @@ def apply_tuning(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
         for planned in learning:
             for parameter in stack.head_parameters(planned.head):
                 parameter.requires_grad_()
-        for relay in stack.learned_relays().values():
-            relay.requires_grad_()
+        for parameter in relays:
+            parameter.requires_grad_()
 
 
 def bind_base(run: Run, base: LoadedRun, tokenizer: Tokenizer, source: str | None = None) -> None:

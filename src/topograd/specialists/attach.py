@@ -170,7 +170,7 @@ def open_specialist(folder: Path | str) -> Adapter:
 
 def attach(base: LoadedTextRun, specialists: Sequence[Adapter] | Mapping[str, Adapter]) -> Attached:
     """The specialists on their base; those of another base raise RunError. Names default to folders'."""
-    named = dict(specialists) if isinstance(specialists, Mapping) else _named(specialists)
+    named = dict(specialists) if isinstance(specialists, Mapping) else by_folder(specialists)
     if len(named) > MAX_SPECIALISTS:
         raise ConfigError(setting="specialists", given=len(named), allowed=f"at most {MAX_SPECIALISTS}")
     for adapter in named.values():
@@ -204,8 +204,8 @@ def _attached(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> Attached:
     depths = [shape.layers for shape in shapes.values()]
     topology = topology.with_specialists(depths, next(iter(shapes.values())).objective, source)
     first = len(base.plan.stages)
-    for shape, depth in zip(shapes.values(), depths, strict=True):
-        stack.append_layers(depth, index=shape.first_layer)  # type: ignore[operator]
+    for shape in shapes.values():
+        stack.append_layers(shape.layers, index=shape.first_layer)  # type: ignore[operator]
     for stage, shape in enumerate(shapes.values(), first):
         stack.add_heads([stage], shape.head_rank)
         stack.shared_head.starts[stage] = source  # type: ignore[union-attr]
@@ -255,14 +255,12 @@ def copied(stack: Stack) -> Stack:
     return twin
 
 
-def _named(specialists: Sequence[Adapter]) -> dict[str, Adapter]:
-    named: dict[str, Adapter] = {}
-    for adapter in specialists:
-        name = adapter.folder.resolve().name
-        if name in named:
-            raise ConfigError(setting="specialists", given=name, allowed="in folders of different names")
-        named[name] = adapter
-    return named
+def by_folder(specialists: Sequence[Adapter]) -> dict[str, Adapter]:
+    """Specialists by the names of their folders."""
+    names = [adapter.folder.resolve().name for adapter in specialists]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(setting="specialists", given=twice[0], allowed="in folders of different names")
+    return dict(zip(names, specialists, strict=True))
 
 
 def card(name: str, base: LoadedTextRun, shape: Shape, lines: Sequence[str] = ()) -> str:

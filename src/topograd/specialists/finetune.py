@@ -170,21 +170,19 @@ class FineTuning(Task):
             keep = self.settings.steps * self.settings.batch > 1.5 * len(self.inputs)
         if not keep or not self.attached.base_is_chain():
             return PlainSequences(self.inputs, self.targets)
+        stages = self.session.plan.topology.stages
+        # behind the stages that the base predicts with
+        layers = sorted({stages[k].stop for k, _ in self.session.plan.prediction.full})
         return compute_states(
             self.workspace.folder / "hidden-states",
             self.stack,
             self.inputs,
             self.targets,
             base=f"{self.session.weights}+{self.attached.vocabulary.size}",
-            layers=self._read_layers(),
+            layers=layers,
             batch=self.settings.batch,
             on_rows=on_rows,
         )
-
-    def _read_layers(self) -> list[int]:
-        """Behind which layers the states are read: those of the stages that it predicts with."""
-        stages = self.session.plan.topology.stages
-        return sorted({stages[k].stop for k, _ in self.session.plan.prediction.full})
 
     def step(self, step: int) -> StepRecord:
         assert self.loader is not None, "`prepare` opens it"

@@ -33,7 +33,7 @@ from topograd.decode.strategies import DecodeStrategy, generate_tokens
 from topograd.errors import ConfigError
 from topograd.runs.adapter import Adapter
 from topograd.runs.session import LoadedTextRun, open_session
-from topograd.specialists.attach import Attached, attach, open_specialist, with_plan
+from topograd.specialists.attach import Attached, attach, by_folder, open_specialist, with_plan
 from topograd.specialists.composition import Pool, Weights, composed, composed_terms, parse_specialists
 from topograd.specialists.tokens import Vocabulary
 from topograd.topology.prediction import Terms
@@ -223,7 +223,5 @@ def open_composed(
 def open_named(specialists: str) -> tuple[dict[str, Adapter], dict[str, float]]:
     """Specialists as users write them, opened, and their weights; both by the names of the folders."""
     given = parse_specialists(specialists)
-    opened = {Path(folder).resolve().name: open_specialist(folder) for folder in given}
-    if len(opened) < len(given):
-        raise ConfigError(setting="specialists", given=specialists, allowed="folders of different names")
+    opened = by_folder([open_specialist(folder) for folder in given])
     return opened, dict(zip(opened, given.values(), strict=True))

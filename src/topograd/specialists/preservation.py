@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.data.loader import IGNORED
+from topograd.evaluation.prompts import shared
 from topograd.exec.forward import predict, stage_outputs
 from topograd.nn.stack import Stack
 from topograd.runs.session import LoadedTextRun
@@ -99,9 +100,7 @@ class Reading:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @property
-    def logged(self) -> dict[str, Any]:
-        return asdict(self)
+    logged = property(as_dict)
 
     @property
     def words(self) -> str:
@@ -120,7 +119,8 @@ class Preservation:
         self.nbytes = sum(len(tokenizer.pieces[t]) for row in rows for t in row[:context])
         self.items = [[tokenizer.encode(q + choice) for choice in choices] for q, choices in QUESTIONS]
         self.starts = [
-            [_shared(tokenizer.encode(q), ids) for ids in each]
+            # a tokenizer may join the question's last token and what follows
+            [min(shared([tokenizer.encode(q), ids]), len(ids) - 1) for ids in each]
             for (q, _), each in zip(QUESTIONS, self.items, strict=True)
         ]
         self.separator, self.context = tokenizer.separator, context
@@ -131,7 +131,7 @@ class Preservation:
             zip(flat, [start for each in self.starts for start in each], strict=True)
         ):
             scored[row, start : len(ids)] = self.choice_targets[row, start : len(ids)]
-        self.choice_targets = scored
+        self.choice_targets, self.chosen = scored, (scored != IGNORED).nonzero(as_tuple=True)
         (self.before,) = _logits(base.stack, [base.plan], self.sentences)
 
     def read(self, stack: Stack, base: Plan, active: Plan | None = None) -> Reading:
@@ -142,13 +142,12 @@ class Preservation:
         plans = [base] if active is None else [base, active]
         now, *on = _logits(stack, plans, self.sentences)
         now = now[..., : self.before.shape[-1]]  # new tokens have logits of their own behind these
-        bpbs, choices = [self.bpb_of(z) for z in (now, *on)], self._choices(stack, plans)
+        choices = [self.answered(z) for z in _logits(stack, plans, self.choice_inputs, self.chosen)]
+        bpbs = [self.bpb_of(z) for z in (now, *on)]
         tasks: list[dict[str, float]] = [{}] if self.tasks is None else self.tasks.read(stack, plans)
-        same = torch.equal(now, self.before)
-        moved = self.moved(now)
-        return Reading(
-            moved, same, bpbs[0], choices[0], bpbs[-1], choices[-1], dict(tasks[0]), dict(tasks[-1])
-        )
+        moved, same = self.moved(now), torch.equal(now, self.before)
+        off, last = dict(tasks[0]), dict(tasks[-1])
+        return Reading(moved, same, bpbs[0], choices[0], bpbs[-1], choices[-1], off, last)
 
     def moved(self, logits: Tensor) -> float:
         """Largest change of a logit of the sentences. Padding is left out: it is never read,
@@ -161,18 +160,12 @@ class Preservation:
         nats = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), reduction="sum")
         return float(nats) / math.log(2) / self.nbytes
 
-    def _choices(self, stack: Stack, plans: Sequence[Plan]) -> list[float]:
-        """The share of the questions that each plan answers."""
-        where = (self.choice_targets != IGNORED).nonzero(as_tuple=True)
-        return [self.answered(logits) for logits in _logits(stack, plans, self.choice_inputs, where)]
-
     def answered(self, logits: Tensor) -> float:
         """The share of the questions that logits of `choice_inputs`, where there is a target, answer: by the
         choice of the least mean loss. One that the context cuts off before its choices is not answered."""
-        where = (self.choice_targets != IGNORED).nonzero(as_tuple=True)
-        rows = where[0]
+        rows = self.chosen[0]
         counts = torch.bincount(rows, minlength=len(self.choice_inputs))
-        losses = F.cross_entropy(logits.float(), self.choice_targets[where], reduction="none")
+        losses = F.cross_entropy(logits.float(), self.choice_targets[self.chosen], reduction="none")
         means = torch.zeros(len(counts)).index_add(0, rows, losses) / counts  # 0/0 where nothing was seen
         each = means.split([len(choices) for choices in self.items])
         return sum(int(part.argmin()) == 0 and bool(part.isfinite().all()) for part in each) / len(self.items)
@@ -190,12 +183,6 @@ def _logits(
     if where is not None:
         outputs = {stage: h[where] for stage, h in outputs.items()}
     return [predict(stack, plan, outputs, plan.prediction.full).cpu() for plan in full]
-
-
-def _shared(question: Sequence[int], whole: Sequence[int]) -> int:
-    """How many first tokens a question and its continuation share: a tokenizer may join them."""
-    same = [a == b for a, b in zip(question, whole, strict=False)]
-    return min(same.index(False) if False in same else len(same), len(whole) - 1)
 
 
 def _batch(rows: Sequence[Sequence[int]], separator: int, context: int) -> tuple[Tensor, Tensor]:

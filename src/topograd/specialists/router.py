@@ -174,15 +174,14 @@ def save_router(
         "specialists": {name: adapters[name].digest for name in attached.stages},
         "regret": dict(found),
     }
-    lines = [f"# {Path(folder).name}", "", "A router over: " + ", ".join(router.names) + "."]
-    lines += [f"Regret on held-out rows: {found['regret']:.4f} nats a token."]
+    words = f"Regret on held-out rows: {found['regret']:.4f} nats a token."
     return create_adapter(
         folder,
         kind=KIND,
         base=BaseIdentity.of(attached.base),
         tensors=router.state_dict(),
         settings=settings,
-        card="\n".join(lines),
+        card=f"# {Path(folder).name}\n\nA router over: {', '.join(router.names)}.\n{words}",
     )
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.data import Tokenizer, read_corpus
+from topograd.data import Prepared, Tokenizer, read_corpus
 from topograd.data.loader import IGNORED
 from topograd.errors import ConfigError, DataError, RunError
 from topograd.exec.forward import Predictor, evaluating
@@ -55,6 +55,7 @@ DRAWN = 64
 CHECKS = 10
 HALVINGS = 6
 BATCH = 8
+_CHATS: Registry[Callable[[Path, Tokenizer | None], Prepared | None]] = Registry("chat data")
 _OWN: Registry[Callable[[LoadedTextRun, int, int, int], Tensor]] = Registry("own text")
 
 
@@ -115,8 +116,11 @@ class Forgetting:
         self.before: dict[str, float] = {}
         """Bits per byte of the base: `old` and `new`."""
         self.old: OldText
+        self._given: OldText | None = None
         if self.tune.old_text is not None and not (task.run.folder / NAME).is_file():
-            read_corpus(self.tune.old_text)  # what is no text is refused before it is a run
+            # Read here: what is no text is an error before it is a run.
+            tokenizer = task.data.tokenizer  # type: ignore[union-attr]
+            self._given = old_text(tokenizer, task.config.seq_len, self.tune.old_text)
         learns = [name for name, p in task.stack.named_parameters() if p.requires_grad]
         if self.tune.max_forgetting is not None and (
             others := [name for name in learns if not name.endswith(("lora_a", "lora_b"))]
@@ -134,8 +138,8 @@ class Forgetting:
         file = task.run.folder / NAME
         task.run.manifest.verify(NAME)
         if not file.is_file():
-            base = base_of(task.run, task.config)
-            made = old_text(base.tokenizer, task.config.seq_len, self.tune.old_text, base)
+            if (made := self._given) is None:
+                made = drawn_text(base_of(task.run, task.config), task.config.seq_len)
             task.run.manifest.bind(NAME, dump_json(_table(made)) + "\n")
         self.old = read_old_text(file, task.data.tokenizer)  # type: ignore[union-attr]
         if step == 0:
@@ -193,25 +197,32 @@ def base_of(run: Run, config: TrainConfig) -> LoadedTextRun:
     return open_session(config.init)
 
 
-def old_text(
-    tokenizer: Tokenizer, seq_len: int, path: str | None, base: LoadedTextRun | None = None
-) -> OldText:
-    """The text at `path`, or what `base` draws, in sequences of at most `seq_len` tokens."""
-    if path is not None:
-        corpus, ids = read_corpus(path), [tokenizer.separator]
-        for tokens in tokenizer.encode_batch([d.text for d in (*corpus.train, *corpus.heldout)]):
-            ids += [*map(int, tokens), tokenizer.separator]
-        stream = torch.tensor(ids)
-        length = min(seq_len, SEQUENCE, len(ids) - 1)
-        count = min((len(ids) - 1) // length, (READ + JUDGED) // length or 1)
-        starts = torch.linspace(0, len(ids) - 1 - length, count).long()
-        rows = stream[starts[:, None] + torch.arange(length + 1)]
-        return _parts(rows[:, :-1], rows[:, 1:], tokenizer, str(Path(path).absolute()))
-    assert base is not None, "without old text a base draws some"
+def old_text(tokenizer: Tokenizer, seq_len: int, path: str) -> OldText:
+    """The text or the chats at `path`, in sequences of at most `seq_len` tokens."""
+    stream = torch.tensor(_tokens(Path(path), tokenizer))
+    length = min(seq_len, SEQUENCE, len(stream) - 1)
+    count = min((len(stream) - 1) // length, (READ + JUDGED) // length or 1)
+    starts = torch.linspace(0, len(stream) - 1 - length, count).long()
+    rows = stream[starts[:, None] + torch.arange(length + 1)]
+    return _parts(rows[:, :-1], rows[:, 1:], tokenizer, str(Path(path).absolute()))
+
+
+def _tokens(path: Path, tokenizer: Tokenizer) -> list[int]:
+    """The documents at `path` as one stream, separators between them; of chats, every message."""
+    if (chats := _CHATS["jsonl"](path, tokenizer)) is not None:
+        documents = [*chats.train, *chats.heldout]
+    else:
+        corpus = read_corpus(path)
+        documents = tokenizer.encode_batch([d.text for d in (*corpus.train, *corpus.heldout)])
+    return [tokenizer.separator, *(int(t) for ids in documents for t in (*ids, tokenizer.separator))]
+
+
+def drawn_text(base: LoadedTextRun, seq_len: int) -> OldText:
+    """Sequences that a model draws by itself."""
     length = min(seq_len, DRAWN)
     drawn = _OWN["sampled"](base, max(4, (READ + JUDGED) // 3 // length), length, 0)
-    first = torch.full_like(drawn[:, :1], tokenizer.separator)
-    return _parts(torch.cat([first, drawn[:, :-1]], 1), drawn, tokenizer, "drawn by the base")
+    first = torch.full_like(drawn[:, :1], base.tokenizer.separator)
+    return _parts(torch.cat([first, drawn[:, :-1]], 1), drawn, base.tokenizer, "drawn by the base")
 
 
 def _parts(inputs: Tensor, targets: Tensor, tokenizer: Tokenizer, source: str) -> OldText:

@@ -317,7 +317,8 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
     task = (make or TASKS[config.search.kind])(run, config, data)  # first: what does not fit is refused
     if base is not None:
         begin_from(task.stack, base)
-    task.begin_interfaces()
+    if base is None or base.config.topology.interface is None:  # else it has directions of its own
+        task.begin_interfaces()
     if isinstance(data, Prepared):
         bind_tokenizer(run, data.tokenizer)
         if base is not None and config.tune.keeps_base:
