@@ -135,6 +135,27 @@ def test_gradient_between_ranks_has_the_losses_of_one_process_and_resumes_anywhe
     assert losses(moved) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
 
 
+def test_late_batches_of_replicas_are_learned_from_by_fewer_and_by_more(
+    train: Any, config: TrainConfig, tmp_path: Path
+) -> None:
+    """With one batch a step each of two replicas has half of it: their late batches have other sizes and
+    numbers than those of a run without replicas."""
+    chain = {"partition": "1,1,1,1", "grad_scale": 1.0, "grad_delay": 1, "steps": 12}
+    plain = replace(config, eval_every=0).changed(layers=4, **chain)
+    start(plain, tmp_path / "one").train()
+    file, four = tmp_path / "settings.toml", {"world": 4, "parallel": "stages=2,replicas=2,timeout=300"}
+    file.write_text(dump_toml(plain.as_dict()))
+    runs = tmp_path / "fewer", tmp_path / "more"
+    assert train(runs[0], "--config", str(file), "--stop-after", "5", **four).results() == [0] * 4
+    resume(runs[0]).train(stop_after=8)
+    assert train(runs[0]).results() == [0, 0]
+    assert train(runs[1], "--config", str(file), "--stop-after", "5").results() == [0, 0]
+    assert train(runs[1], **four).results() == [0] * 4
+    for folder in runs:
+        assert losses(folder) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+        assert not [name for name in Run.open(folder).store.names() if "00000005" in name]
+
+
 def _pairs(words: tuple[str, ...]) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
@@ -183,6 +204,16 @@ def test_bad_input_is_one_line_from_one_rank(name: str, train: Any, tmp_path: Pa
     assert lines[0].count("\n") == 1
     assert all(code in (2, None) for code in results)
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_processes_that_were_started_without_parallel_are_one_line(
+    launch: Any, settings: Path, tmp_path: Path
+) -> None:
+    job = launch("cli", 2, argv=["train", "--config", str(settings), "--out", str(tmp_path / "run")])
+    assert job.wait() == [2, 2]
+    assert job.printed(1, "err") == ""
+    assert "2 processes were started, and --parallel is not given; add --parallel" in job.printed(0, "err")
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_disagree_are_told_which_setting(launch: Any, settings: Path, tmp_path: Path) -> None:

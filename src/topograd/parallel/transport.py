@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ HEADER = 10
 """Numbers in a header: dtype, how many dimensions, and up to eight of them."""
 AHEAD = 2
 """Messages of a port that a receiver asks for before it needs them."""
+_Asked = tuple[tuple[int, ...], Tensor, dist.Work]
+"""The shape of a gradient that was asked for, and what arrives of it."""
 
 
 class MeshTransport:
@@ -53,19 +55,19 @@ class MeshTransport:
         self._left: dict[EdgeOutput, int] = {}
         self._sending: deque[tuple[Tensor, dist.Work, int]] = deque()
         self._returning: list[tuple[Tensor, dist.Work, int]] = []
-        self._awaited: dict[tuple[int, int], deque[tuple[Tensor, dist.Work]]] = {}
+        self._awaited: dict[tuple[int, int], deque[_Asked | int]] = {}
         self._warm = False
         self._ports = [
             port for k in range(len(layout.plan.stages)) if k not in self.stages for port in self.incoming(k)
         ]
 
-    def begin(self, batches: int, coming: Sequence[tuple[int, int]] = ()) -> None:
+    def begin(self, batches: int, coming: Mapping[tuple[int, int], Sequence[int]]) -> None:
         """A step of `batches` batches comes: ask for the first messages of each port, and for the gradients
-        of the edges along which they are `coming`."""
-        self._awaited = {edge: deque() for edge in coming}
-        for edge in coming if self._warm else ():
-            for _ in range(batches):
-                self._awaited[edge].append(self._ask_back(*edge))
+        that are `coming`, by edge: the sequences of each."""
+        self._awaited = {
+            edge: deque(self._ask_back(*edge, size) if self._warm else size for size in sizes)
+            for edge, sizes in coming.items()
+        }
         self._asked = {port: deque() for port in self._ports}
         self._left = dict.fromkeys(self._ports, batches)
         if self._warm:
@@ -137,24 +139,23 @@ class MeshTransport:
         self._returning.append((tensor, work, peer))
 
     def receive_back(self, stage: int, number: int) -> Tensor:
-        port, bits, _ = self._edge(stage, number)
-        awaited = self._awaited[stage, number]
-        buffer, work = awaited.popleft() if awaited else self._ask_back(stage, number)
+        awaited = self._awaited[stage, number].popleft()
+        shape, buffer, work = self._ask_back(stage, number, awaited) if isinstance(awaited, int) else awaited
         what = f"waiting for gradient from stage {stage + 1}"
         self.ranks.wait(work, what, self.ranks.at(self.layout.owners[stage]))
-        shape, dtype = self._announced[port]
-        return buffer if bits == 32 else unpacked(buffer, shape, dtype, bits)
+        port, bits, _ = self._edge(stage, number)
+        return buffer if bits == 32 else unpacked(buffer, shape, self._announced[port][1], bits)
 
-    def _ask_back(self, stage: int, number: int) -> tuple[Tensor, dist.Work]:
+    def _ask_back(self, stage: int, number: int, rows: int) -> _Asked:
         port, bits, tag = self._edge(stage, number)
         shape, dtype = self._announced[port]
-        whole = bits == 32
+        shape, whole = (rows, *shape[1:]), bits == 32
         size, kind = (shape, dtype) if whole else (packed_shape(shape, bits), torch.uint8)
         buffer = torch.empty(size, dtype=kind, device=self.ranks.device)
         peer = self.ranks.at(self.layout.owners[stage])
         what = f"asking for gradient from stage {stage + 1}"
         work = self.ranks.collective(lambda: [dist.irecv(buffer, peer, tag=tag)], what)[0]
-        return buffer, work
+        return shape, buffer, work
 
     def _edge(self, stage: int, number: int) -> tuple[EdgeOutput, int, int]:
         """The output that an edge reads, its bits, and its tag."""
