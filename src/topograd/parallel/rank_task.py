@@ -322,8 +322,8 @@ def gather_stack(
         return None
     if ranks.place > 0:
         for buffer in _packed([own[name] for name in travels(stack, ranks.place)]).values():
-            work = ranks.collective(lambda b=buffer: [dist.isend(b, 0)], "handing over weights")[0]
-            ranks.wait(work, "handing over weights", 0)
+            what = "handing over weights"
+            ranks.wait(ranks.begin(dist.isend, buffer, 0, what), what, 0)
         return None
     whole, _ = build_stack(config)
     if base is not None:
@@ -336,9 +336,7 @@ def gather_stack(
             names = travels(whole, place)
             for dtype, buffer in _packed([state[name] for name in names]).items():
                 what = f"gathering the weights of rank {place}"
-                ranks.wait(
-                    ranks.collective(lambda b=buffer, p=place: [dist.irecv(b, p)], what)[0], what, place
-                )
+                ranks.wait(ranks.begin(dist.irecv, buffer, place, what), what, place)
                 parts = [state[name] for name in names if state[name].dtype == dtype]
                 for tensor, part in zip(parts, buffer.split([t.numel() for t in parts]), strict=True):
                     tensor.copy_(part.view_as(tensor))

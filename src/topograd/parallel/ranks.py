@@ -101,8 +101,16 @@ class Ranks:
         """Add up a tensor over all ranks, or over a group."""
         self.collective(lambda: dist.all_reduce(tensor, group=group, async_op=True), what)
 
-    def collective(self, call: Any, what: str, peer: int | None = None) -> Any:
-        """Run a collective, or a transfer with `peer`; `call` may return work to wait for."""
+    def begin(self, transfer: Any, tensor: torch.Tensor, peer: int, what: str, tag: int = 0) -> dist.Work:
+        """Begin a transfer (`dist.isend` or `dist.irecv`) with `peer`, to be waited for."""
+        try:
+            work: dist.Work = transfer(tensor, peer, tag=tag)
+        except RuntimeError as error:
+            raise ParallelError(self._blame(what, peer, str(error))) from None
+        return work
+
+    def collective(self, call: Any, what: str) -> Any:
+        """Run a collective; `call` may return work to wait for."""
         try:
             done = call()
             if isinstance(done, dist.Work):
@@ -114,7 +122,7 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, ParallelError):
                 raise
-            raise ParallelError(self._blame(what, peer, str(error))) from None
+            raise ParallelError(self._blame(what, None, str(error))) from None
 
     @contextmanager
     def within(self, what: str) -> Iterator[None]:
@@ -254,11 +262,7 @@ class Meeting:
         self.sent_bytes += len(self.peers) * rows[0].numel() * rows.element_size()
 
     def _talk(self, call: Any, rows: torch.Tensor, tag: int) -> list[tuple[dist.Work, int]]:
-        works = []
-        for i, peer in self.peers.items():
-            (work,) = self.ranks.collective(lambda i=i, p=peer: [call(rows[i], p, tag=tag)], ADDING, peer)
-            works.append((work, peer))
-        return works
+        return [(self.ranks.begin(call, rows[i], peer, ADDING, tag), peer) for i, peer in self.peers.items()]
 
 
 def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") -> Ranks:

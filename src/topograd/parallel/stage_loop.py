@@ -144,7 +144,9 @@ class StageLoop(StepRunner):
         """The edges along which gradient comes to this rank in this step, with the sequences of each message:
         those of the step's own batches, or of the earlier ones from which the sender learns now."""
         late = [batch for number in numbers for batch in self.late.left(number)]
-        by_age = {age: [len(b.inputs) for b in late if self.late.step - b.step == age] for age in plan.lateness}
+        by_age = {
+            age: [len(b.inputs) for b in late if self.late.step - b.step == age] for age in plan.lateness
+        }
         by_age[0] = list(rows)
         coming = {}
         for reader, number in self.layout.back_edges:

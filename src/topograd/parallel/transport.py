@@ -92,7 +92,7 @@ class MeshTransport:
         what = f"waiting for what stage {port.source + 1} sends"
         if port not in self._shapes:
             header = torch.zeros(HEADER, dtype=torch.int64, device=self.ranks.device)
-            self.ranks.wait(self._post(header, peer, what), what, peer)
+            self.ranks.wait(self.ranks.begin(dist.irecv, header, peer, what), what, peer)
             kind, dims, *sizes = header.tolist()
             self._shapes[port] = (tuple(sizes[:dims]), DTYPES[kind])
         if not self._asked[port]:
@@ -133,7 +133,7 @@ class MeshTransport:
         peer = self.ranks.at(self.layout.owners[port.source])
         tensor = gradient.contiguous() if bits == 32 else packed(gradient, bits, key)
         what = f"sending gradient to stage {port.source + 1}"
-        work = self.ranks.collective(lambda: [dist.isend(tensor, peer, tag=tag)], what)[0]
+        work = self.ranks.begin(dist.isend, tensor, peer, what, tag)
         self.sent_bytes += tensor.numel() * tensor.element_size()
         # not counted with the messages: a peer may ask for a late gradient at the end of its step only
         self._returning.append((tensor, work, peer))
@@ -154,8 +154,7 @@ class MeshTransport:
         buffer = torch.empty(size, dtype=kind, device=self.ranks.device)
         peer = self.ranks.at(self.layout.owners[stage])
         what = f"asking for gradient from stage {stage + 1}"
-        work = self.ranks.collective(lambda: [dist.irecv(buffer, peer, tag=tag)], what)[0]
-        return shape, buffer, work
+        return shape, buffer, self.ranks.begin(dist.irecv, buffer, peer, what, tag)
 
     def _edge(self, stage: int, number: int) -> tuple[EdgeOutput, int, int]:
         """The output that an edge reads, its bits, and its tag."""
@@ -164,9 +163,8 @@ class MeshTransport:
         return planned.inputs[number][0], planned.stage.sources[number].grad_bits, tag
 
     def _start(self, tensor: Tensor, peer: int, what: str) -> None:
-        work = self.ranks.collective(lambda: [dist.isend(tensor, peer)], what)[0]
+        self._sending.append((tensor, self.ranks.begin(dist.isend, tensor, peer, what), peer))
         self.sent_bytes += tensor.numel() * tensor.element_size()
-        self._sending.append((tensor, work, peer))
 
     def _drain(self) -> None:
         _, work, peer = self._sending.popleft()
@@ -175,13 +173,10 @@ class MeshTransport:
     def _ask(self, port: EdgeOutput) -> None:
         peer = self.ranks.at(self.layout.owners[port.source])
         buffer = room(*self._shapes[port], self.ranks.config.wire, self.ranks.device)
-        work = self._post(buffer, peer, f"asking for what stage {port.source + 1} sends")
+        what = f"asking for what stage {port.source + 1} sends"
+        work = self.ranks.begin(dist.irecv, buffer, peer, what)
         self._asked[port].append((buffer, work))
         self._left[port] -= 1
-
-    def _post(self, buffer: Tensor, peer: int, what: str) -> dist.Work:
-        work: dist.Work = self.ranks.collective(lambda: [dist.irecv(buffer, peer)], what)[0]
-        return work
 
 
 def encode(value: Tensor, kind: WireKind) -> Tensor:
