@@ -24,12 +24,12 @@ another, and arrives `latency` later; links carry both directions at once.
 
 At the end of a step, gpipe, 1f1b and data add up n bytes by a ring, where each hop asks before it sends:
 2 (P - 1)/P n/bandwidth + 4 (P - 1) latency, or nothing where they share nothing. All others meet as
-`parallel/ranks.Meeting` does, also where losses and norms are all: (P - 1) n/bandwidth + 1 latency of two ranks
-and of few bytes, else 2 (P - 1)/P n/bandwidth + 2 latency.
+`parallel/ranks.Meeting` does, also where losses and norms are all: (P - 1) n/bandwidth + 1 latency of two
+ranks and of few bytes, else 2 (P - 1)/P n/bandwidth + 2 latency.
 
 Fewer `cores` than ranks: pipelines of up to 16 ranks a core are run event by event with shares of the cores
-(`shared_cores.py`); else a step takes as long as it would on cores of their own, or as all the work shared out
-over the cores, whichever is more.
+(`shared_cores.py`); else a step takes as long as it would on cores of their own, or as all the work shared
+out over the cores, whichever is more.
 
 Failures: each rank fails once in `mtbf` seconds, and is back after `restart` and half a checkpoint interval
 τ. A job that must be whole stands still for that long when any rank fails. Of stages that live alone, those

@@ -426,3 +426,14 @@ def test_what_a_late_gradient_does_not_take_is_refused_before_it_is_a_run(
     with refused(ConfigError, setting="delay"):
         start(config.changed(**LATE, **change), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_kept_states_and_late_edges_are_refused_before_it_is_a_run(
+    straight: Run, config: TrainConfig, tmp_path: Path
+) -> None:
+    late = config.changed(**LATE, init=str(straight.folder), lora_rank=2, first_layer=1)
+    with refused(ConfigError, setting="delay") as problem:
+        start(late, tmp_path / "run")
+    assert "--states none" in str(problem.value)
+    assert not (tmp_path / "run").exists()
+    start(late.changed(states="none", steps=3, eval_every=0), tmp_path / "run").train()

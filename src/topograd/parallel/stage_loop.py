@@ -22,10 +22,10 @@ ranks share is taken stage by stage instead of batch by batch, and the embedding
 rank: the last bits of float addition differ (1e-12 in float64 over a run), unless nothing is shared or a step
 has one batch, two ranks and a detached bus. Muon's batched products may differ likewise.
 
-Cost: 4 bytes · (shared parameters + K + ...), once for each step. On CPUs that takes one latency of two ranks,
-and of any number where nothing is shared, as where one stage alone has a loss and no other reads x0: else two
-(`ranks.Meeting`), and room for another copy of what is shared. GPUs have `all_reduce`. All ranks wait for it:
-a stage that breaks is halted in the step in which it does, and that step is repeated.
+Cost: 4 bytes · (shared parameters + K + ...), once for each step. On CPUs that takes one latency of two
+ranks, and of any number where nothing is shared, as where one stage alone has a loss and no other reads x0;
+else two (`ranks.Meeting`), and room for another copy of what is shared. GPUs have `all_reduce`. All ranks
+wait for it: a stage that breaks is halted in the step in which it does, and that step is repeated.
 """
 
 from __future__ import annotations
