@@ -141,7 +141,7 @@ def test_late_batches_of_replicas_are_learned_from_by_fewer_and_by_more(
     """With one batch a step each of two replicas has half of it: their late batches have other sizes and
     numbers than those of a run without replicas."""
     chain: dict[str, Any] = {"partition": "1,1,1,1", "grad_scale": 1.0, "grad_delay": 1, "batch": 4}
-    plain = replace(config, eval_every=0, model=replace(config.model, layers=4)).changed(**chain, steps=9)
+    plain = config.changed(model=config.gpt.changed(layers=4), eval_every=0, steps=9, **chain)
     start(plain, tmp_path / "one").train()
     flags = [word for name, value in chain.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--model.layers", "4", "--steps", "9", "--save-every", "0", "--stop-after", "4"]

@@ -429,11 +429,15 @@ def test_what_a_late_gradient_does_not_take_is_refused_before_it_is_a_run(
 
 
 def test_kept_states_and_late_edges_are_refused_before_it_is_a_run(
-    straight: Run, config: TrainConfig, tmp_path: Path
+    config: TrainConfig, tmp_path: Path
 ) -> None:
-    late = config.changed(**LATE, init=str(straight.folder), lora_rank=2, first_layer=1)
+    edges = LATE | {"partition": "1,1,2"}
+    four = config.changed(model=config.gpt.changed(layers=4), steps=3, eval_every=0, **edges)
+    start(four, tmp_path / "base").train()
+    tune = replace(config.tune, lora_rank=2, first_layer=1)
+    late = replace(four, init=str(tmp_path / "base"), tune=tune)
     with refused(ConfigError, setting="delay") as problem:
         start(late, tmp_path / "run")
     assert "--states none" in str(problem.value)
     assert not (tmp_path / "run").exists()
-    start(late.changed(states="none", steps=3, eval_every=0), tmp_path / "run").train()
+    start(replace(late, tune=replace(tune, states="none")), tmp_path / "run").train()
