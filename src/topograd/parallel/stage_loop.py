@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,10 @@ class StageLoop(StepRunner):
         self.among_some: list[tuple[list[nn.Parameter], list[int], dist.ProcessGroup | None]] = []
         for some in sorted({*self.layout.readers.values()} - {everybody}):
             if len(some) > 1:
-                members, group = self._members(some), self._group(some)  # which all ranks take part in
+                members, group = self._members(some), None
+                if self.ranks.device.type != "cpu":  # CPUs have a `Meeting`; all ranks take part in this
+                    limit = timedelta(seconds=self.ranks.config.timeout)
+                    group = self.ranks.collective(partial(dist.new_group, members, limit), ADDING)
                 if place in some:
                     self.among_some.append(([p for p in shared if users[id(p)] == some], members, group))
                     self.loose += self.among_some[-1][0] if place == some[0] else []
@@ -90,16 +94,6 @@ class StageLoop(StepRunner):
         """The ranks at these places, of all replicas."""
         config = self.ranks.config
         return [replica * config.stages + place for replica in range(config.replicas) for place in places]
-
-    def _group(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The same as a group of torch's; on CPUs they have a `Meeting` instead."""
-        if self.ranks.device.type == "cpu":
-            return None
-        limit = timedelta(seconds=self.ranks.config.timeout)
-        made: dist.ProcessGroup = self.ranks.collective(
-            lambda: dist.new_group(self._members(places), timeout=limit), ADDING
-        )
-        return made
 
     def _meeting(
         self, parameters: Sequence[nn.Parameter], members: Sequence[int], numbers: int = 0
