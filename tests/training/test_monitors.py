@@ -1,9 +1,9 @@
 """The geometry that a training logs, which changes nothing of the training."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from raising import refused
@@ -12,7 +12,7 @@ from topograd.geometry.monitors.phase import weight_norm
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.training.monitors import GeometryLog
-from topograd.training.runs import resume, start
+from topograd.training.runs import start
 
 
 def of_kind(run: Run, kind: str) -> list[dict[str, Any]]:
@@ -36,23 +36,16 @@ def test_it_logs_and_the_training_is_the_same_bit_for_bit(
     assert not any(module._forward_hooks for module in trainer.task.stack.modules())
 
 
-def test_a_resumed_run_logs_what_an_uninterrupted_one_does(config: TrainConfig, tmp_path: Path) -> None:
-    config = replace(config, eval_every=0, steps=16, geometry_every=1)
-    start(config, tmp_path / "whole").train()
-    start(config, tmp_path / "parts").train(stop_after=9)
-    resume(tmp_path / "parts").train()
-    whole, parts = (of_kind(Run(tmp_path / name), "geometry") for name in ("whole", "parts"))
-    assert any(record["phase"] != "undecided" for record in whole[9:13]), "so that this can fail"
-    assert parts == whole
-
-
-def test_a_growing_model_accumulates(config: TrainConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_growing_model_accumulates(resumed: bool, config: TrainConfig, tmp_path: Path) -> None:
+    """Also where a run is resumed before every step: then the earlier records are in its log alone."""
     trainer = start(config, tmp_path / "run")
     log = GeometryLog(trainer.task, every=1)
     for step in range(1, 8):
         with torch.no_grad():
             for parameter in trainer.task.stack.layers.parameters():
                 parameter.mul_(1.3).add_(0.01 * torch.randn_like(parameter))
+        log = GeometryLog(trainer.task, every=1) if resumed else log
         log(step, 7, [0.0], None)
     assert of_kind(trainer.task.run, "geometry")[-1]["phase"] == "accumulation"
 
