@@ -6,7 +6,7 @@ and its backward), o `optimizer`, once a step. A message of a bytes takes a/band
 another, and arrives `latency` later; links carry both directions at once.
 
     gpipe, 1f1b   every F and B starts when its rank is free and what it needs has arrived (event by event,
-                  the order of `topology/pipeline.py`); the head is on the last rank, the embedding's copies
+                  the order of `shared_cores.py`); the head is on the last rank, the embedding's copies
                   are added up at the end, where stages read x0
     whole         1F1B by the executor of stages: as 1f1b
     thin          the same; gradients come back in few bits, at the cost of rounding them
@@ -22,10 +22,14 @@ another, and arrives `latency` later; links carry both directions at once.
     handed        the same, where all do
     data          the whole model on every rank, max(1, M/P) micro-batches each, all gradients added up
 
-Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency; where nothing is shared, losses and
-norms meet in one latency. Fewer `cores` than ranks: pipelines of
-up to 16 ranks a core are run event by event with shares of the cores (`shared_cores.py`); else a step takes
-as long as it would on cores of their own, or as all the work shared out over the cores, whichever is more.
+At the end of a step, gpipe, 1f1b and data add up n bytes by a ring, where each hop asks before it sends:
+2 (P - 1)/P n/bandwidth + 4 (P - 1) latency, or nothing where they share nothing. All others meet as
+`parallel/ranks.Meeting` does, also where losses and norms are all: (P - 1) n/bandwidth + 1 latency of two
+ranks and of few bytes, else 2 (P - 1)/P n/bandwidth + 2 latency.
+
+Fewer `cores` than ranks: pipelines of up to 16 ranks a core are run event by event with shares of the cores
+(`shared_cores.py`); else a step takes as long as it would on cores of their own, or as all the work shared
+out over the cores, whichever is more.
 
 Failures: each rank fails once in `mtbf` seconds, and is back after `restart` and half a checkpoint interval
 τ. A job that must be whole stands still for that long when any rank fails. Of stages that live alone, those
@@ -50,6 +54,7 @@ from shared_cores import pipeline_order, shared_span
 from topograd.errors import ConfigError
 from topograd.interfaces.region_events import RegionTimes, region_span
 from topograd.limits import check_numbers
+from topograd.parallel.ranks import FEW_NUMBERS
 
 METHODS = (
     *("gpipe", "1f1b", "whole", "thin", "late", "thin-late", "staged", "free"),
@@ -113,10 +118,18 @@ class Machine:
         return size * 8 / (self.mbit * 1e6)
 
     def ring(self, size: float, ranks: int) -> float:
-        """Seconds until `size` bytes are added up on all ranks."""
+        """Seconds until `all_reduce` has added up `size` bytes on all ranks."""
         if ranks < 2 or size <= 0:
-            return self.latency if ranks > 1 else 0.0
-        return 2 * (ranks - 1) / ranks * self.on_wire(size) + 2 * (ranks - 1) * self.latency
+            return 0.0
+        return 2 * (ranks - 1) / ranks * self.on_wire(size) + 4 * (ranks - 1) * self.latency
+
+    def meeting(self, size: float, ranks: int) -> float:
+        """Seconds until ranks have met and added up `size` bytes of float32."""
+        if ranks < 2:
+            return 0.0
+        if ranks == 2 or size <= 4 * FEW_NUMBERS:
+            return (ranks - 1) * self.on_wire(size) + self.latency
+        return 2 * (ranks - 1) / ranks * self.on_wire(size) + 2 * self.latency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +228,7 @@ def _staged(P: int, work: Work) -> Found:
     else:
         end = _streamed(P, M, first, local, wire, work.machine.latency)
     added = work.shared + work.head
-    seconds = end + work.machine.ring(added, P) + _optimizers(P, work)
+    seconds = end + work.machine.meeting(added, P) + _optimizers(P, work)
     busy = P * (M * (first + local) + t.optimizer)
     return seconds, busy, (P - 1) * M * work.message + _ring_bytes(added, P), 1.0
 
@@ -261,7 +274,8 @@ def _backprop(name: str, P: int, work: Work, thin: bool = False) -> Found:
 
     links = _links(work, back)
     end = shared_span(orders, cost, *links) if _shared(P, work) else _both_ways(orders, cost, *links[1:])
-    seconds = end + work.machine.ring(work.shared, P) + _optimizers(P, work)
+    add_up = work.machine.meeting if name == "whole" else work.machine.ring
+    seconds = end + add_up(work.shared, P) + _optimizers(P, work)
     busy = P * (M * (t.embed + t.forward + t.backward + rounding) + t.optimizer) + M * t.head
     memory = M if name == "gpipe" else min(P, M)
     return seconds, busy, (P - 1) * M * (work.message + back) + _ring_bytes(work.shared, P), float(memory)
@@ -297,7 +311,7 @@ def _late(P: int, work: Work, thin: bool = False) -> Found:
                 returned = max(returned, free) + up
             arrived, end = arrived_next, max(end, free if p == 0 else returned + latency)
     copies = t.copies if P > 1 else 0.0
-    seconds = copies + end + work.machine.ring(work.shared, P) + _optimizers(P, work)
+    seconds = copies + end + work.machine.meeting(work.shared, P) + _optimizers(P, work)
     busy = P * (M * (first + local) + t.optimizer) + (P - 1) * copies + M * t.head
     sent = (P - 1) * M * (work.message + back) + _ring_bytes(work.shared, P)
     return seconds, busy, sent, float((P - 1) * M + 1)
@@ -356,7 +370,7 @@ def _regions(name: str, P: int, work: Work) -> Found:
         product=machine.on_wire(product),
         latency=machine.latency,
     )
-    canvas = machine.ring(work.shared, P)
+    canvas = machine.meeting(work.shared, P)
     seconds = region_span(P, M, times, carried) + canvas + _optimizers(P, work)
     built = 0 if carried is None else inner - carried
     busy = P * (M * (t.embed + t.forward + t.backward) + t.optimizer) + M * (t.head + built * jacobian)

@@ -78,7 +78,7 @@ def test_equals_the_list_of_one_graph_gradients(
     for step in range(STEPS):
         batches = [tiny.batch(100 * step + i) for i in range(count)]
         expected = oracle.train(*batches)
-        queue.begin(step)
+        queue.begin(step, count)
         for i, (inputs, targets) in enumerate(batches):
             losses = train_step(
                 *(fast, topology, inputs, targets),

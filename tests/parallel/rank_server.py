@@ -127,6 +127,35 @@ def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **
 
 
 @job
+def meeting(parallel: str, count: int, folder: str = "") -> dict[str, Any]:
+    """One sum over all ranks, and every message that it takes."""
+    with joined(parallel) as ranks:
+        calls: list[tuple[str, int, int]] = []
+        for name in ("irecv", "isend"):
+            real = getattr(dist, name)
+
+            def noted(row: Tensor, peer: int, tag: int, name: str = name, real: Any = real) -> Any:
+                calls.append((name, row.numel() * row.element_size(), tag))
+                return real(row, peer, tag=tag)
+
+            vars(dist)[name] = noted
+        made = ranks_module.Meeting(ranks, range(ranks.config.world), count, torch.float32)
+        posted = len(calls)
+        numbers = torch.randn(count, generator=torch.Generator().manual_seed(ranks.rank))
+        total = made.sum(numbers)
+        sent = [(size, tag) for name, size, tag in calls if name == "isend"]
+        assert sum(name == "irecv" for name, *_ in calls) == posted
+        return {
+            "numbers": numbers.tolist(),
+            "sum": total.tolist(),
+            "posted": posted,
+            "sent": [size for size, _ in sent],
+            "sent_bytes": made.sent_bytes,
+            "turns": len({tag for _, tag in sent}),
+        }
+
+
+@job
 def steps(
     parallel: str, topology: dict[str, Any], folder: str, accumulate: int = 3, count: int = 3, **options: Any
 ) -> dict[str, Any]:
@@ -324,8 +353,19 @@ def stalled(parallel: str, rank: int, seconds: float, folder: str = "") -> None:
         loop.step(plan, batches(0, 1))
         if ranks.rank == rank:
             signal.pause()
-        while ranks.rank < ranks.config.world - 1 and not ranks.store.check([f"waited/{ranks.rank + 1}"]):
-            time.sleep(0.005)  # the one behind it gives up first: else it would find this one gone
+        begin = loop.transport.begin
+
+        def later(*words: Any) -> None:
+            """The one behind it gives up first: else it would find this one gone."""
+            behind = range(ranks.rank + 1, ranks.config.world)
+            ranks.store.set(f"posted/{ranks.rank}", "1")
+            while not all(ranks.store.check([f"posted/{rank}"]) for rank in range(1, ranks.config.world)):
+                time.sleep(0.005)
+            while behind and not ranks.store.check([f"waited/{behind[0]}"]):
+                time.sleep(0.005)
+            begin(*words)
+
+        loop.transport.begin = later  # type: ignore[method-assign]
         ranks.config = replace(ranks.config, timeout=seconds)
         loop.step(plan, batches(1, 1))
 

@@ -135,6 +135,27 @@ def test_gradient_between_ranks_has_the_losses_of_one_process_and_resumes_anywhe
     assert losses(moved) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
 
 
+def test_late_batches_of_replicas_are_learned_from_by_fewer_and_by_more(
+    train: Any, config: TrainConfig, tmp_path: Path
+) -> None:
+    """With one batch a step each of two replicas has half of it: their late batches have other sizes and
+    numbers than those of a run without replicas."""
+    chain: dict[str, Any] = {"partition": "1,1,1,1", "grad_scale": 1.0, "grad_delay": 1, "batch": 4}
+    plain = config.changed(model=config.gpt.changed(layers=4), eval_every=0, steps=9, **chain)
+    start(plain, tmp_path / "one").train()
+    flags = [word for name, value in chain.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags += ["--model.layers", "4", "--steps", "9", "--save-every", "0", "--stop-after", "4"]
+    four: dict[str, Any] = {"world": 4, "parallel": "stages=2,replicas=2,timeout=300"}
+    fewer, more = tmp_path / "fewer", tmp_path / "more"
+    assert train(fewer, *flags, **four).results() == [0] * 4
+    resume(fewer).train(stop_after=6)
+    assert train(fewer).results() == [0, 0]
+    assert train(more, *flags).results() == [0, 0]
+    assert train(more, **four).results() == [0] * 4
+    for folder in (fewer, more):
+        assert losses(folder) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+
+
 def _pairs(words: tuple[str, ...]) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
@@ -166,6 +187,7 @@ BAD: dict[str, Any] = {
     "ranks": ({"more": [*SCANNED, "residual:r=4/8"]}, "it must be the same at every boundary"),
     "pullback": ({"more": [*SCANNED, "residual:r=4", "--jacobian", "pullback"]}, "it knows segments only"),
     "carried": ({"more": [*SCANNED, "S=4,r=4", "--backward", "hybrid", "--carried", "3"]}, "--carried is 3"),
+    "teacher": ({"more": ["--objective", "distillation", "--teacher", "self"]}, "trains in one process"),
     "words": ({"parallel": "stages=2,speed=9"}, "'speed=9'"),
 }
 
@@ -183,6 +205,16 @@ def test_bad_input_is_one_line_from_one_rank(name: str, train: Any, tmp_path: Pa
     assert lines[0].count("\n") == 1
     assert all(code in (2, None) for code in results)
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_processes_that_were_started_without_parallel_are_one_line(
+    launch: Any, settings: Path, tmp_path: Path
+) -> None:
+    job = launch("cli", 2, argv=["train", "--config", str(settings), "--out", str(tmp_path / "run")])
+    assert job.wait() == [2, 2]
+    assert job.printed(1, "err") == ""
+    assert "2 processes were started, and --parallel is not given; add --parallel" in job.printed(0, "err")
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_disagree_are_told_which_setting(launch: Any, settings: Path, tmp_path: Path) -> None:

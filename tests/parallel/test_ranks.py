@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from simulator import Machine
 from topograd.errors import ParallelError
 from topograd.parallel import ranks
 from topograd.parallel.ranks import ENVIRONMENT, join
@@ -82,32 +83,23 @@ def test_facts_are_flat() -> None:
     assert flat_settings({"a": 1, "b": {"c": 2, "d": {"e": 3}}}) == {"a": 1, "b.c": 2, "b.d.e": 3}
 
 
-def test_a_meeting_gives_every_rank_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Receives are there before anything is sent, and the order of the sum is that of the ranks."""
-    config, store = ParallelConfig(stages=3), dist.HashStore()
-    posted: dict[tuple[int, int], torch.Tensor] = {}
-    here = 0
-
-    class Done:
-        def wait(self, timeout: timedelta) -> None:
-            pass
-
-    def irecv(row: torch.Tensor, peer: int, tag: int) -> Done:
-        posted[peer, here] = row
-        return Done()
-
-    def isend(row: torch.Tensor, peer: int, tag: int) -> Done:
-        posted[here, peer].copy_(row)
-        return Done()
-
-    monkeypatch.setattr(dist, "irecv", irecv)
-    monkeypatch.setattr(dist, "isend", isend)
-    meetings = []
-    for here in range(3):
-        meetings.append(ranks.Meeting(ranks.Ranks(here, config, store, torch.device("cpu")), 2))
-    numbers = [torch.tensor([0.1, 1e16]), torch.tensor([0.2, 1.0]), torch.tensor([0.3, -1e16])]
-    for here in (2, 0, 1):
-        meetings[here].sum(numbers[here])
-    sums = [meeting.rows.sum(0) for meeting in meetings]
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, ranks.FEW_NUMBERS + 1])
+def test_a_meeting_gives_every_rank_the_same_sum(world: int, count: int, launch: Any) -> None:
+    """In the order of ranks, and with the messages that `benchmarks/simulator.py` counts."""
+    found = launch("meeting", world, parallel=f"stages={world}", count=count).results()
+    numbers = torch.stack([torch.tensor(result["numbers"]) for result in found])
+    sums = [torch.tensor(result["sum"]) for result in found]
     assert all(torch.equal(one, sums[0]) for one in sums)
-    assert sums[0][0].item() == pytest.approx(0.6)
+    assert sums[0] == pytest.approx(numbers.double().sum(0).float(), abs=1e-5)
+    parted = world > 2 and count > ranks.FEW_NUMBERS
+    wide = -(-count // world) if parted else count
+    for result in found:
+        assert result["posted"] == (1 + parted) * (world - 1), "before anything is sent"
+        assert result["sent"] == [4 * wide] * ((1 + parted) * (world - 1))
+        assert sum(result["sent"]) == result["sent_bytes"]
+        assert result["turns"] == 1 + parted
+    latencies = Machine(mbit=1e12, latency=1.0).meeting(4 * count, world)
+    assert latencies == pytest.approx(found[0]["turns"], abs=1e-3)
+    on_wire = Machine(mbit=8e-6, latency=0.0).meeting(4 * count, world)  # a byte a second
+    assert sum(found[0]["sent"]) - 8 * world < on_wire <= sum(found[0]["sent"])

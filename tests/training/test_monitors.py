@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from raising import refused
@@ -35,13 +36,16 @@ def test_it_logs_and_the_training_is_the_same_bit_for_bit(
     assert not any(module._forward_hooks for module in trainer.task.stack.modules())
 
 
-def test_a_growing_model_accumulates(config: TrainConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_growing_model_accumulates(resumed: bool, config: TrainConfig, tmp_path: Path) -> None:
+    """Also where a run is resumed before every step: then the earlier records are in its log alone."""
     trainer = start(config, tmp_path / "run")
     log = GeometryLog(trainer.task, every=1)
     for step in range(1, 8):
         with torch.no_grad():
             for parameter in trainer.task.stack.layers.parameters():
                 parameter.mul_(1.3).add_(0.01 * torch.randn_like(parameter))
+        log = GeometryLog(trainer.task, every=1) if resumed else log
         log(step, 7, [0.0], None)
     assert of_kind(trainer.task.run, "geometry")[-1]["phase"] == "accumulation"
 

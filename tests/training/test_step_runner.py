@@ -426,3 +426,18 @@ def test_what_a_late_gradient_does_not_take_is_refused_before_it_is_a_run(
     with refused(ConfigError, setting="delay"):
         start(config.changed(**LATE, **change), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_kept_states_and_late_edges_are_refused_before_it_is_a_run(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    edges = LATE | {"partition": "1,1,2"}
+    four = config.changed(model=config.gpt.changed(layers=4), steps=3, eval_every=0, **edges)
+    start(four, tmp_path / "base").train()
+    tune = replace(config.tune, lora_rank=2, first_layer=1)
+    late = replace(four, init=str(tmp_path / "base"), tune=tune)
+    with refused(ConfigError, setting="delay") as problem:
+        start(late, tmp_path / "run")
+    assert "--states none" in str(problem.value)
+    assert not (tmp_path / "run").exists()
+    start(replace(late, tune=replace(tune, states="none")), tmp_path / "run").train()

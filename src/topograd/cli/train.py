@@ -18,7 +18,12 @@ from topograd.errors import ConfigError, TopogradError
 from topograd.files import read_toml
 from topograd.limits import REPEATS, check_numbers
 from topograd.nn.config import EncoderConfig
-from topograd.parallel.settings import ParallelConfig, is_first_local_rank, wait_for_first_rank
+from topograd.parallel.settings import (
+    ParallelConfig,
+    is_first_local_rank,
+    started_processes,
+    wait_for_first_rank,
+)
 from topograd.runs.config import TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
@@ -72,9 +77,14 @@ def run(argv: list[str]) -> int:
         spread = None if args.parallel is None else ParallelConfig.parse(args.parallel)
         if spread is not None and args.resume is None and args.out is None:
             raise ConfigError("--parallel needs --out DIR, so that a job that is started again finds its run")
+        if spread is None and started_processes() > 1:
+            raise ConfigError(
+                f"{started_processes()} processes were started, and --parallel is not given",
+                setting="parallel",
+                remedy="add --parallel stages=P[,replicas=R], or start one process",
+            )
     except ConfigError:
-        spread_out = any(word.partition("=")[0] == "--parallel" for word in argv)
-        if not spread_out or is_first_local_rank():
+        if started_processes() == 1 or is_first_local_rank():
             raise
         wait_for_first_rank()
         return 2

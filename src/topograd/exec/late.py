@@ -77,15 +77,17 @@ class LateQueue:
     def __init__(self) -> None:
         self.batches: dict[tuple[int, int], LateBatch] = {}
         self.step = 0
+        self.count = 1
         self._open: dict[tuple[int, int], LateBatch] = {}
         self._copies: dict[str, Tensor] = {}
         self._live: dict[tuple[int, int], OpenStep] = {}
         self._held: dict[tuple[int, int], OpenStep] = {}
         self._places: Places | None = None
 
-    def begin(self, step: int) -> None:
-        """Step number `step` begins, or begins again: what was done since the last `commit` is dropped."""
-        self.step = step
+    def begin(self, step: int, count: int = 1) -> None:
+        """Step number `step` begins, or begins again: what was done since the last `commit` is dropped. It
+        has `count` batches, on all replicas."""
+        self.step, self.count = step, count
         self._copies, self._held, self._places = {}, {}, None
         self._open = {
             key: replace(batch, received=dict(batch.received), gradients=dict(batch.gradients))
@@ -111,8 +113,9 @@ class LateQueue:
         self._open[batch.step, batch.number] = batch
 
     def left(self, number: int) -> list[LateBatch]:
-        """The batches with this number of which some is left to learn, oldest first."""
-        return [self._open[key] for key in sorted(self._open) if key[1] == number]
+        """The batches with this number of which some is left to learn, oldest first; with those of steps
+        that had more batches, as before a resumption with fewer replicas."""
+        return [self._open[key] for key in sorted(self._open) if key[1] % self.count == number]
 
     def keep(self, stack: Stack, plan: Plan, batch: LateBatch) -> None:
         """Give a batch the weights that it still needs, or drop it where it needs none."""

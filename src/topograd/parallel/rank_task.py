@@ -116,6 +116,7 @@ class RankTask(RunTask):
         super().__init__(RankRun.of(run, ranks), config, data)
         self.schedule = replace(self.schedule, save_seconds=0.0)  # clocks of ranks differ
         self.ranks = ranks
+        check_one_process(self)
         objectives = objectives_of(self.plan, self.loop.objectives)
         prior = any(map(uses_prior, objectives))
         self.layout = Layout.of(
@@ -149,11 +150,6 @@ class RankTask(RunTask):
         super().load_extra(loaded)
         late, replicas = self.loop.late, self.ranks.config.replicas
         late.batches = {key: b for key, b in late.batches.items() if key[1] % replicas == self.ranks.replica}
-
-    @contextmanager
-    def running(self, step: int) -> Iterator[None]:
-        check_one_process(self)
-        yield
 
     def prepare(self, step: int, on_rows: OnRows | None) -> None:
         """What begins with the whole model, as new exits do, begins before it is spread."""
@@ -234,8 +230,13 @@ def _check_steady(config: TrainConfig) -> None:
 
 def _check(config: TrainConfig, ranks: Ranks) -> None:
     """What cannot be trained on several ranks is refused before a folder is made."""
-    if config.search.kind != "none":
-        raise ConfigError(setting="search.kind", given=config.search.kind, allowed="none with --parallel")
+    for setting, given, allowed in (
+        ("search.kind", config.search.kind, "none"),
+        ("geometry_every", config.geometry_every, 0),
+        ("on_alarm", config.on_alarm, "none"),
+    ):
+        if given != allowed:
+            raise ConfigError(setting=setting, given=given, allowed=f"{allowed} with --parallel")
     if config.tune.measures_forgetting:
         name = "lora_directions" if config.tune.old_text is None else "old_text"
         given = getattr(config.tune, name)
@@ -246,10 +247,6 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
             remedy="leave it out with --parallel",
         )
     _check_steady(config)
-    if config.geometry_every:
-        raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
-    if config.on_alarm != "none":
-        raise ConfigError(setting="on_alarm", given=config.on_alarm, allowed="none with --parallel")
     replicas = ranks.config.replicas
     if config.accumulate % replicas and config.batch % replicas:
         raise ConfigError(
@@ -259,9 +256,7 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         )
     if ranks.config.shard:
         check_shards(config)
-    ddc = config.optimizer.name.startswith("ddc") or any(
-        (own.name or "").startswith("ddc") for own in config.optimizer.stages
-    )
+    ddc = any(name.startswith("ddc") for name in _optimizer_names(config))
     if ddc and config.topology.heads != "shared":
         raise ConfigError(
             setting="optimizer.name",
@@ -282,8 +277,7 @@ def _check_gradient(config: TrainConfig, ranks: Ranks) -> None:
 
 def check_shards(config: TrainConfig) -> None:
     """What needs a whole tensor of a layer at once is refused."""
-    names = {config.optimizer.name, *(own.name or config.optimizer.name for own in config.optimizer.stages)}
-    others = sorted(names.difference(ELEMENTWISE))
+    others = sorted(_optimizer_names(config).difference(ELEMENTWISE))
     if others:
         raise ConfigError(
             setting="optimizer.name",
@@ -292,6 +286,11 @@ def check_shards(config: TrainConfig) -> None:
         )
     if config.topology.interface is not None:
         raise ConfigError(setting="shard", given=True, allowed="left out with bounded interfaces")
+
+
+def _optimizer_names(config: TrainConfig) -> set[str]:
+    own = config.optimizer
+    return {own.name, *(stage.name or own.name for stage in own.stages)}
 
 
 def hand_over(whole: OptimizerSet, mine: OptimizerSet, cut: Mapping[int, nn.Parameter] | None = None) -> None:
@@ -322,8 +321,8 @@ def gather_stack(
         return None
     if ranks.place > 0:
         for buffer in _packed([own[name] for name in travels(stack, ranks.place)]).values():
-            work = ranks.collective(lambda b=buffer: [dist.isend(b, 0)], "handing over weights")[0]
-            ranks.wait(work, "handing over weights", 0)
+            what = "handing over weights"
+            ranks.wait(ranks.begin(dist.isend, buffer, 0, what), what, 0)
         return None
     whole, _ = build_stack(config)
     if base is not None:
@@ -336,9 +335,7 @@ def gather_stack(
             names = travels(whole, place)
             for dtype, buffer in _packed([state[name] for name in names]).items():
                 what = f"gathering the weights of rank {place}"
-                ranks.wait(
-                    ranks.collective(lambda b=buffer, p=place: [dist.irecv(b, p)], what)[0], what, place
-                )
+                ranks.wait(ranks.begin(dist.irecv, buffer, place, what), what, place)
                 parts = [state[name] for name in names if state[name].dtype == dtype]
                 for tensor, part in zip(parts, buffer.split([t.numel() for t in parts]), strict=True):
                     tensor.copy_(part.view_as(tensor))

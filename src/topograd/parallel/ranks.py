@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,7 +39,10 @@ BEAT = 1.0
 BEATS_PER_LINE = 20
 """Signs of life for each line to a person."""
 MEETING = 1 << 20
-"""The tag of a `Meeting`'s messages; edges have theirs from 1 on (`transport.py`)."""
+"""The tag of a `Meeting`'s messages, and the next one; edges have theirs from 1 on (`transport.py`)."""
+FEW_NUMBERS = 1024
+"""So many are sent to every rank of a `Meeting`; more are added up in parts."""
+ADDING = "adding up what ranks share"
 READING = 2.0
 """Seconds at most in which rank 0 waits for the others to read why the job ends."""
 
@@ -97,6 +100,14 @@ class Ranks:
     def reduce(self, tensor: torch.Tensor, what: str, group: dist.ProcessGroup | None = None) -> None:
         """Add up a tensor over all ranks, or over a group."""
         self.collective(lambda: dist.all_reduce(tensor, group=group, async_op=True), what)
+
+    def begin(self, transfer: Any, tensor: torch.Tensor, peer: int, what: str, tag: int = 0) -> dist.Work:
+        """Begin a transfer (`dist.isend` or `dist.irecv`) with `peer`, to be waited for."""
+        try:
+            work: dist.Work = transfer(tensor, peer, tag=tag)
+        except RuntimeError as error:
+            raise ParallelError(self._blame(what, peer, str(error))) from None
+        return work
 
     def collective(self, call: Any, what: str) -> Any:
         """Run a collective; `call` may return work to wait for."""
@@ -210,34 +221,48 @@ class Ranks:
 
 
 class Meeting:
-    """The sum of a few numbers over all ranks, by a message between each two.
+    """The sum of a vector over some ranks, without a ring: on CPUs, where messages have tags.
 
-    Receives are posted when it is made, at the beginning of a step, so that at its end the sum takes one
-    latency; a ring of P ranks takes 2 (P - 1) hops, and each asks before it sends. All ranks add up in the
-    order of ranks: they get the same bits.
+    Receives are posted when it is made, at the beginning of a step, so that nothing is asked for at its end.
+    Where there are two ranks, or few numbers, each sends all of its own to each other: one latency. Longer
+    vectors of W ranks are added up in W parts, a part by each rank, which sends the sum to the others: two
+    latencies, and a ring's bytes, 2 (W - 1)/W of the vector. A ring takes 2 (W - 1) hops, and each asks
+    before it sends. All add up in the order of ranks: they get the same bits.
     """
 
-    def __init__(self, ranks: Ranks, count: int) -> None:
-        self.ranks = ranks
-        self.rows = torch.zeros(ranks.config.world, count, dtype=torch.float64, device=ranks.device)
-        self._coming = {peer: self._talk(dist.irecv, self.rows[peer], peer) for peer in self._peers()}
+    def __init__(self, ranks: Ranks, members: Sequence[int], count: int, dtype: torch.dtype) -> None:
+        self.ranks, self.peers = ranks, {i: peer for i, peer in enumerate(members) if peer != ranks.rank}
+        self.own, self.count = members.index(ranks.rank), count
+        self.parted = len(members) > 2 and count > FEW_NUMBERS
+        width = -(-count // len(members)) if self.parted else count
+        self.rows = torch.zeros(len(members), width, dtype=dtype, device=ranks.device)
+        self.sums = torch.zeros_like(self.rows) if self.parted else self.rows[:0]
+        self._coming = self._talk(dist.irecv, self.rows, MEETING)
+        self._added = self._talk(dist.irecv, self.sums, MEETING + 1) if self.parted else []
+        self.sent_bytes = 0
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """Waits for everybody's."""
-        own = self.rows[self.ranks.rank].copy_(numbers)
-        sent = {peer: self._talk(dist.isend, own, peer) for peer in self._peers()}
-        for peer, work in [*self._coming.items(), *sent.items()]:
-            self.ranks.wait(work, "adding up losses and norms", peer)
-        return self.rows.sum(0).to(numbers)
+        if not self.parted:
+            self.rows[self.own] = numbers
+            self._meet(self._coming, self.rows[self.own].expand_as(self.rows), MEETING)
+            return self.rows.sum(0).to(numbers)
+        parts = torch.zeros_like(self.rows)
+        parts.view(-1)[: self.count] = numbers
+        self.rows[self.own] = parts[self.own]
+        self._meet(self._coming, parts, MEETING)
+        self.sums[self.own] = self.rows.sum(0)
+        self._meet(self._added, self.sums[self.own].expand_as(self.sums), MEETING + 1)
+        return self.sums.view(-1)[: self.count].to(numbers)
 
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self.ranks.config.world) if rank != self.ranks.rank]
+    def _meet(self, coming: list[tuple[dist.Work, int]], rows: torch.Tensor, tag: int) -> None:
+        """Send a row to each of the others, and wait for theirs."""
+        for work, peer in [*coming, *self._talk(dist.isend, rows, tag)]:
+            self.ranks.wait(work, ADDING, peer)
+        self.sent_bytes += len(self.peers) * rows[0].numel() * rows.element_size()
 
-    def _talk(self, call: Any, row: torch.Tensor, peer: int) -> dist.Work:
-        work: dist.Work = self.ranks.collective(
-            lambda: [call(row, peer, tag=MEETING)], "adding up losses and norms"
-        )[0]
-        return work
+    def _talk(self, call: Any, rows: torch.Tensor, tag: int) -> list[tuple[dist.Work, int]]:
+        return [(self.ranks.begin(call, rows[i], peer, ADDING, tag), peer) for i, peer in self.peers.items()]
 
 
 def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") -> Ranks:

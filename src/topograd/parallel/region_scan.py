@@ -160,12 +160,10 @@ class RegionScan(Scan):
         if sent is not None:
             sent, peer = sent.contiguous(), self.ranks.at(to)
             self.scan_bytes += sent.numel() * sent.element_size()
-            work = self.ranks.collective(lambda: [dist.isend(sent, peer, tag=TAG)], what)[0]
-            self._sending.append((sent, work, peer))
+            self._sending.append((sent, self.ranks.begin(dist.isend, sent, peer, what, TAG), peer))
         if room is not None:
             other = self.ranks.at(source)
-            work = self.ranks.collective(lambda: [dist.irecv(room, other, tag=TAG)], what)[0]
-            self.ranks.wait(work, what, other)
+            self.ranks.wait(self.ranks.begin(dist.irecv, room, other, what, TAG), what, other)
         while len(self._sending) > AHEAD:
             _, work, peer = self._sending.popleft()
             self.ranks.wait(work, what, peer)

@@ -111,6 +111,12 @@ def _number(words: str, name: str, value: str) -> object:
         ) from None
 
 
+def started_processes() -> int:
+    """How many processes torchrun started; 1 without it."""
+    given = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    return int(given) if given.isdecimal() else 1
+
+
 def is_first_local_rank() -> bool:
     """Whether this process prints the errors that all ranks of the machine find."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

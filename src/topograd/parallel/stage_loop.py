@@ -22,10 +22,10 @@ ranks share is taken stage by stage instead of batch by batch, and the embedding
 rank: the last bits of float addition differ (1e-12 in float64 over a run), unless nothing is shared or a step
 has one batch, two ranks and a detached bus. Muon's batched products may differ likewise.
 
-Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`, once for each step. Where one
-stage alone has a loss and no other reads x0, nothing is shared: some ten numbers go from each rank to each
-other, which takes one latency (`ranks.Meeting`). All ranks wait for it: a stage that breaks is halted in the
-step in which it does, and that step is repeated.
+Cost: 4 bytes · (shared parameters + K + ...), once for each step. On CPUs that takes one latency of two
+ranks, and of any number where nothing is shared, as where one stage alone has a loss and no other reads x0;
+else two (`ranks.Meeting`), and room for another copy of what is shared. GPUs have `all_reduce`. All ranks
+wait for it: a stage that breaks is halted in the step in which it does, and that step is repeated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from topograd.exec.gradient import sends_back
 from topograd.exec.late import collect_gradients
 from topograd.exec.train_step import OpenStep
 from topograd.parallel.layout import Layout
-from topograd.parallel.ranks import Meeting, Ranks
+from topograd.parallel.ranks import ADDING, Meeting, Ranks
 from topograd.parallel.sharding import is_shard, local, squared_norm
 from topograd.parallel.transport import MeshTransport
 from topograd.topology.plan import Plan
@@ -78,44 +79,52 @@ class StageLoop(StepRunner):
         shared = [p for p in self.layout.shared(self.stack, place) if p.requires_grad]
         everybody = tuple(range(self.layout.ranks))
         self.shared = [p for p in shared if users[id(p)] == everybody]
-        self.among_some: list[tuple[list[nn.Parameter], dist.ProcessGroup]] = []
+        self.among_some: list[tuple[list[nn.Parameter], list[int], dist.ProcessGroup | None]] = []
         for some in sorted({*self.layout.readers.values()} - {everybody}):
-            if len(some) > 1:  # all ranks take part in making a group
-                group = self._group(some)
+            if len(some) > 1:
+                members, group = self._members(some), None
+                if self.ranks.device.type != "cpu":  # CPUs have a `Meeting`; all ranks take part in this
+                    limit = timedelta(seconds=self.ranks.config.timeout)
+                    group = self.ranks.collective(partial(dist.new_group, members, limit), ADDING)
                 if place in some:
-                    self.among_some.append(([p for p in shared if users[id(p)] == some], group))
+                    self.among_some.append(([p for p in shared if users[id(p)] == some], members, group))
                     self.loose += self.among_some[-1][0] if place == some[0] else []
 
-    def _group(self, places: Sequence[int]) -> dist.ProcessGroup:
+    def _members(self, places: Sequence[int]) -> list[int]:
         """The ranks at these places, of all replicas."""
         config = self.ranks.config
-        each = [replica * config.stages + place for replica in range(config.replicas) for place in places]
-        limit = timedelta(seconds=config.timeout)
-        made: dist.ProcessGroup = self.ranks.collective(
-            lambda: dist.new_group(each, timeout=limit), "making a group of ranks that share a parameter"
-        )
-        return made
+        return [replica * config.stages + place for replica in range(config.replicas) for place in places]
+
+    def _meeting(
+        self, parameters: Sequence[nn.Parameter], members: Sequence[int], numbers: int = 0
+    ) -> Meeting | None:
+        """For gradients of these parameters and so many numbers more."""
+        if self.ranks.device.type != "cpu":
+            return None
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32) if parameters else torch.float64
+        return Meeting(self.ranks, members, numbers + sum(p.numel() + 1 for p in parameters), dtype)
 
     def _measured(
         self, plan: Plan, batches: Sequence[Batch]
     ) -> tuple[Tensor, list[list[nn.Parameter]], list[Tensor]]:
         replicas = self.ranks.config.replicas
-        self.parts = 1 if len(batches) % replicas == 0 else replicas
-        numbers = range(self.ranks.replica, len(batches) * self.parts, replicas)
+        numbers = range(self.ranks.replica, self.late.count, replicas)
         self._open.clear()
-        count = len(plan.stages) + len(plan.groups()) + 2
-        self.meeting = None if self.shared else Meeting(self.ranks, count)
-        self.transport.begin(len(numbers), self._coming(plan))
+        among_some = [(p, self._meeting(p, members) or group) for p, members, group in self.among_some]
+        numbers_met = len(plan.stages) + len(plan.groups()) + 2
+        everybody = self._meeting(self.shared, range(self.ranks.config.world), numbers_met)
+        rows = [len(batch.inputs) for batch, _ in self._parted(batches)]
+        self.transport.begin(len(numbers), self._coming(plan, numbers, rows))
         with self.ranks.within("gathering layers"):
             losses = self._gradients(plan, batches, len(batches))
         if plan.late:
             collect_gradients(self.late, plan, self.transport, numbers)
         self.transport.finish()
         if replicas > 1:
-            self._add_up(self.copies, "adding up the gradients of replicas", self.ranks.replica_group)
-        for parameters, group in self.among_some:
-            self._add_up(parameters, "adding up what some ranks share", group)
-        losses, norms, loose = self._exchange(plan, losses)
+            self._add_up(self.copies, self.ranks.replica_group)
+        for parameters, by in among_some:
+            self._add_up(parameters, by)
+        losses, norms, loose = self._exchange(plan, losses, everybody)
         parts = self._parts(plan)
         if len(parts) == 1:  # one group learns: its norm and that of what is no stage's own, as one
             rest = torch.hypot(loose, norm_of(self.shared))
@@ -123,15 +132,27 @@ class StageLoop(StepRunner):
         last = {id(p) for p in parts[-1]}
         return losses, parts, [*norms, torch.hypot(loose, norm_of([p for p in self.shared if id(p) in last]))]
 
-    def _coming(self, plan: Plan) -> list[tuple[int, int]]:
-        """The edges along which gradient comes to this rank in this step."""
-        coming = []
+    def _coming(
+        self, plan: Plan, numbers: Sequence[int], rows: Sequence[int]
+    ) -> dict[tuple[int, int], list[int]]:
+        """The edges along which gradient comes to this rank in this step, with the sequences of each message:
+        those of the step's own batches, or of the earlier ones from which the sender learns now."""
+        late = [batch for number in numbers for batch in self.late.left(number)]
+        by_age = {
+            age: [len(b.inputs) for b in late if self.late.step - b.step == age] for age in plan.lateness
+        }
+        by_age[0] = list(rows)
+        coming = {}
         for reader, number in self.layout.back_edges:
             source = plan.stages[reader].inputs[number][0].source
-            begun = self.late.step >= plan.lateness[reader]
-            if source in self.transport.stages and begun and sends_back(plan, reader, source):
-                coming.append((reader, number))
+            if source in self.transport.stages and sends_back(plan, reader, source):
+                coming[reader, number] = by_age[plan.lateness[reader]]
         return coming
+
+    def _count(self, batches: Sequence[Batch]) -> int:
+        replicas = self.ranks.config.replicas
+        self.parts = 1 if len(batches) % replicas == 0 else replicas
+        return super()._count(batches)
 
     def _parted(self, batches: Sequence[Batch]) -> list[tuple[StateBatch, float]]:
         """This replica's batches, or where they cannot be dealt out, its part of each one's rows."""
@@ -153,7 +174,9 @@ class StageLoop(StepRunner):
         if len(self._open) > self.ahead:
             self._open.popleft().finish()
 
-    def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _exchange(
+        self, plan: Plan, losses: Tensor, meeting: Meeting | None
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Add up what all share; every stage's loss, every group's norm, and that of what is no stage's own
         and not all ranks use."""
         groups = plan.groups()
@@ -175,11 +198,7 @@ class StageLoop(StepRunner):
         if first:
             known[-2] = norm_of(self.loose).square()
         known[-1] = float(self.stop_here)
-        if self.meeting is None:
-            known = self._add_up(self.shared, "adding up what ranks share", None, known)
-        else:
-            known = self.meeting.sum(known)
-            self.exchanged_bytes += 8 * known.numel() * (self.ranks.config.world - 1)
+        known = self._add_up(self.shared, meeting, known)
         self.stop_everywhere = bool(known[-1] > 0)
         norms = known[len(plan.stages) : -2]
         each = [norm.sqrt() if square else norm for norm, square in zip(norms, squared, strict=True)]
@@ -188,11 +207,11 @@ class StageLoop(StepRunner):
     def _add_up(
         self,
         parameters: Sequence[nn.Parameter],
-        what: str,
-        group: dist.ProcessGroup | None,
+        by: Meeting | dist.ProcessGroup | None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """Sum the gradients over ranks, and `numbers` with them; one that no rank has stays None."""
+        """Sum the gradients over a meeting or a group, by default of all ranks, and `numbers` with them; a
+        gradient that no rank has stays None."""
         numbers = torch.zeros(0) if numbers is None else numbers
         flags = [float(p.grad is not None) for p in parameters]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -200,8 +219,12 @@ class StageLoop(StepRunner):
         device = self.ranks.device
         small = torch.cat((numbers.to(device, dtype), torch.tensor(flags, dtype=dtype, device=device)))
         packed = torch.cat((small, *(gradient.to(dtype).flatten() for gradient in gradients)))
-        self.ranks.reduce(packed, what, group)
-        self.exchanged_bytes += packed.numel() * packed.element_size()
+        if isinstance(by, Meeting):
+            packed = by.sum(packed)
+            self.exchanged_bytes += by.sent_bytes
+        else:
+            self.ranks.reduce(packed, ADDING, by)
+            self.exchanged_bytes += packed.numel() * packed.element_size()
         small, flat = packed[: len(small)].cpu(), packed[len(small) :]
         sums = flat.split([p.numel() for p in parameters])
         for p, total, flag in zip(parameters, sums, small[len(numbers) :].tolist(), strict=True):

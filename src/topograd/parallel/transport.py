@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ HEADER = 10
 """Numbers in a header: dtype, how many dimensions, and up to eight of them."""
 AHEAD = 2
 """Messages of a port that a receiver asks for before it needs them."""
+_Asked = tuple[tuple[int, ...], Tensor, dist.Work]
+"""The shape of a gradient that was asked for, and what arrives of it."""
 
 
 class MeshTransport:
@@ -53,19 +55,19 @@ class MeshTransport:
         self._left: dict[EdgeOutput, int] = {}
         self._sending: deque[tuple[Tensor, dist.Work, int]] = deque()
         self._returning: list[tuple[Tensor, dist.Work, int]] = []
-        self._awaited: dict[tuple[int, int], deque[tuple[Tensor, dist.Work]]] = {}
+        self._awaited: dict[tuple[int, int], deque[_Asked | int]] = {}
         self._warm = False
         self._ports = [
             port for k in range(len(layout.plan.stages)) if k not in self.stages for port in self.incoming(k)
         ]
 
-    def begin(self, batches: int, coming: Sequence[tuple[int, int]] = ()) -> None:
+    def begin(self, batches: int, coming: Mapping[tuple[int, int], Sequence[int]]) -> None:
         """A step of `batches` batches comes: ask for the first messages of each port, and for the gradients
-        of the edges along which they are `coming`."""
-        self._awaited = {edge: deque() for edge in coming}
-        for edge in coming if self._warm else ():
-            for _ in range(batches):
-                self._awaited[edge].append(self._ask_back(*edge))
+        that are `coming`, by edge: the sequences of each."""
+        self._awaited = {
+            edge: deque(self._ask_back(*edge, size) if self._warm else size for size in sizes)
+            for edge, sizes in coming.items()
+        }
         self._asked = {port: deque() for port in self._ports}
         self._left = dict.fromkeys(self._ports, batches)
         if self._warm:
@@ -90,7 +92,7 @@ class MeshTransport:
         what = f"waiting for what stage {port.source + 1} sends"
         if port not in self._shapes:
             header = torch.zeros(HEADER, dtype=torch.int64, device=self.ranks.device)
-            self.ranks.wait(self._post(header, peer, what), what, peer)
+            self.ranks.wait(self.ranks.begin(dist.irecv, header, peer, what), what, peer)
             kind, dims, *sizes = header.tolist()
             self._shapes[port] = (tuple(sizes[:dims]), DTYPES[kind])
         if not self._asked[port]:
@@ -131,30 +133,28 @@ class MeshTransport:
         peer = self.ranks.at(self.layout.owners[port.source])
         tensor = gradient.contiguous() if bits == 32 else packed(gradient, bits, key)
         what = f"sending gradient to stage {port.source + 1}"
-        work = self.ranks.collective(lambda: [dist.isend(tensor, peer, tag=tag)], what)[0]
+        work = self.ranks.begin(dist.isend, tensor, peer, what, tag)
         self.sent_bytes += tensor.numel() * tensor.element_size()
         # not counted with the messages: a peer may ask for a late gradient at the end of its step only
         self._returning.append((tensor, work, peer))
 
     def receive_back(self, stage: int, number: int) -> Tensor:
-        port, bits, _ = self._edge(stage, number)
-        awaited = self._awaited[stage, number]
-        buffer, work = awaited.popleft() if awaited else self._ask_back(stage, number)
+        awaited = self._awaited[stage, number].popleft()
+        shape, buffer, work = self._ask_back(stage, number, awaited) if isinstance(awaited, int) else awaited
         what = f"waiting for gradient from stage {stage + 1}"
         self.ranks.wait(work, what, self.ranks.at(self.layout.owners[stage]))
-        shape, dtype = self._announced[port]
-        return buffer if bits == 32 else unpacked(buffer, shape, dtype, bits)
+        port, bits, _ = self._edge(stage, number)
+        return buffer if bits == 32 else unpacked(buffer, shape, self._announced[port][1], bits)
 
-    def _ask_back(self, stage: int, number: int) -> tuple[Tensor, dist.Work]:
+    def _ask_back(self, stage: int, number: int, rows: int) -> _Asked:
         port, bits, tag = self._edge(stage, number)
         shape, dtype = self._announced[port]
-        whole = bits == 32
+        shape, whole = (rows, *shape[1:]), bits == 32
         size, kind = (shape, dtype) if whole else (packed_shape(shape, bits), torch.uint8)
         buffer = torch.empty(size, dtype=kind, device=self.ranks.device)
         peer = self.ranks.at(self.layout.owners[stage])
         what = f"asking for gradient from stage {stage + 1}"
-        work = self.ranks.collective(lambda: [dist.irecv(buffer, peer, tag=tag)], what)[0]
-        return buffer, work
+        return shape, buffer, self.ranks.begin(dist.irecv, buffer, peer, what, tag)
 
     def _edge(self, stage: int, number: int) -> tuple[EdgeOutput, int, int]:
         """The output that an edge reads, its bits, and its tag."""
@@ -163,9 +163,8 @@ class MeshTransport:
         return planned.inputs[number][0], planned.stage.sources[number].grad_bits, tag
 
     def _start(self, tensor: Tensor, peer: int, what: str) -> None:
-        work = self.ranks.collective(lambda: [dist.isend(tensor, peer)], what)[0]
+        self._sending.append((tensor, self.ranks.begin(dist.isend, tensor, peer, what), peer))
         self.sent_bytes += tensor.numel() * tensor.element_size()
-        self._sending.append((tensor, work, peer))
 
     def _drain(self) -> None:
         _, work, peer = self._sending.popleft()
@@ -174,13 +173,10 @@ class MeshTransport:
     def _ask(self, port: EdgeOutput) -> None:
         peer = self.ranks.at(self.layout.owners[port.source])
         buffer = room(*self._shapes[port], self.ranks.config.wire, self.ranks.device)
-        work = self._post(buffer, peer, f"asking for what stage {port.source + 1} sends")
+        what = f"asking for what stage {port.source + 1} sends"
+        work = self.ranks.begin(dist.irecv, buffer, peer, what)
         self._asked[port].append((buffer, work))
         self._left[port] -= 1
-
-    def _post(self, buffer: Tensor, peer: int, what: str) -> dist.Work:
-        work: dist.Work = self.ranks.collective(lambda: [dist.irecv(buffer, peer)], what)[0]
-        return work
 
 
 def encode(value: Tensor, kind: WireKind) -> Tensor:

@@ -6,8 +6,9 @@ appends a record of kind "geometry" to the run's metrics each `every` steps: σ_
 the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r after the last layer.
 
 All records read the same held-out rows at the same r, `SHARE` of the rank that the stream's input has at the
-first of them: with other rows or another r each time, a model that does not change would seem to. r is kept
-over a resumption. Where the input's rank falls below r, the record has no σ.
+first of them: with other rows or another r each time, a model that does not change would seem to. A run that
+is resumed continues with the r and the records of its log. Where the input's rank falls below r, a record has
+no σ.
 Cost: one forward pass over `POSITIONS` held-out tokens at each record (see `geometry/monitors/stream.py`).
 """
 
@@ -53,8 +54,7 @@ class GeometryLog:
         self._probe = whole[torch.arange(count) * len(whole) // count]  # evenly spaced over the text
         known = [record for record in task.run.metrics() if record["kind"] == "geometry"]
         self._rank: int | None = known[-1]["rank"] if known else None
-        self._norms: deque[float] = deque(maxlen=WINDOW)
-        self._sigmas: deque[float] = deque(maxlen=WINDOW)
+        self._records = deque(known, WINDOW)
 
     def __call__(self, step: int, steps: int, losses: list[float], reading: Reading | None) -> None:
         if step % self._every == 0:
@@ -77,15 +77,16 @@ class GeometryLog:
 
     def _record(self, step: int) -> dict[str, Any]:
         profile = self.profile()
-        self._norms.append(weight_norm(self._task.stack))
-        self._sigmas.append(0.0 if profile is None else profile.sigma[-1])
-        known = all(sigma > 0 for sigma in self._sigmas)  # one below resolution has no logarithm
-        return {
+        record: dict[str, Any] = {
             "kind": "geometry",
             "step": step,
             "sigma": None if profile is None else list(profile.sigma),
             "rank": self._rank,
             "effective_rank": None if profile is None else list(profile.effective_ranks),
-            "weight_norm": self._norms[-1],
-            "phase": read_phase(self._norms, self._sigmas).phase if known else "undecided",
+            "weight_norm": weight_norm(self._task.stack),
         }
+        self._records.append(record)
+        norms = [each["weight_norm"] for each in self._records]
+        sigmas = [each["sigma"][-1] if each["sigma"] else 0.0 for each in self._records]
+        known = all(sigma > 0 for sigma in sigmas)  # one below resolution has no logarithm
+        return record | {"phase": read_phase(norms, sigmas).phase if known else "undecided"}

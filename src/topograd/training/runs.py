@@ -106,10 +106,10 @@ class RunTask(Task):
         self.guard = None if config.on_alarm == "none" else RunGuard(self, config.on_alarm)
         self.loop.allows = None if self.guard is None else self.guard.allows
         objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
-        self.loop.check_backward(self.plan)
+        self._layers = cached_layers(config, self.plan)
+        self.loop.check_backward(self.plan, bool(self._layers))
         self.loop.check_parts(self.plan)
         self.forgetting = Forgetting(self) if config.tune.measures_forgetting else None
-        self._layers = cached_layers(config, self.plan)
         masked = isinstance(data, Prepared) and data.train.learned is not None
         self.keeps_states = bool(self._layers or config.topology.teacher_top or masked)
         self._position: dict[str, Any] = self.loader.position

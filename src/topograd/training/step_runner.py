@@ -97,7 +97,7 @@ class StepRunner:
         while True:
             out = self.halted.union(newly)
             running = plan.halted(out) if out else plan
-            self.late.begin(number - 1)
+            self.late.begin(number - 1, self._count(batches))
             measured, parts, norms = self._measured(running, batches)
             # Losses and norms to the CPU in one copy: on a device this is what a step waits for.
             small = torch.stack([to_device(norm, measured.device) for norm in norms])
@@ -132,6 +132,10 @@ class StepRunner:
         self.stack.after_step()
         self.stack.zero_grad(set_to_none=True)
         return Step(losses, sizes, tuple(newly))
+
+    def _count(self, batches: Sequence[Batch]) -> int:
+        """The batches that are run one after another, or by replicas."""
+        return len(batches) * self.parts
 
     def _measured(
         self, plan: Plan, batches: Sequence[Batch]
@@ -204,11 +208,11 @@ class StepRunner:
         """Run what is left of a step on a batch, which may wait for others."""
         step.finish()
 
-    def check_backward(self, plan: Plan) -> None:
+    def check_backward(self, plan: Plan, keeps_states: bool = False) -> None:
         """Raise for what the engine does not take, before a step does."""
         taught = self.teacher is not None or self.own_teacher
         extras = {"layer dropout": any(self.dropout_rates), "a teacher": taught}
-        extras["on_alarm"] = self.allows is not None
+        extras |= {"on_alarm": self.allows is not None, "kept states; give --states none": keeps_states}
         check_late(self.stack, plan, objectives_of(plan, self.objectives), extras=extras)
         self.gradient.begin(StepGraph(self.stack, plan, transport=self.transport, recompute=self.recompute))
 
