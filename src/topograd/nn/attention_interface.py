@@ -75,8 +75,6 @@ class AttentionRelay(SegmentRelay):
 
     def _read(self, states: Tensor, x0: Tensor, segments: Tensor) -> Tensor:
         """x0 and what each position, by its segment (batch, time), reads of states (batch, count, r)."""
-        if not states.shape[1]:
-            return x0
         scores = self.query(x0) @ self.key(states).mT / math.sqrt(states.shape[-1])
         later = torch.arange(states.shape[1], device=x0.device) >= segments[..., None]
         scores = scores.masked_fill(later, -torch.inf).masked_fill((segments == 0)[..., None], 0.0)

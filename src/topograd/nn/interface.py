@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.config import Maps, SegmentInterface
-from topograd.nn.interface_config import InterfaceSettings
+from topograd.nn.interface_config import InterfaceSettings, check_segments
 from topograd.nn.relays import BoundedRelay, CausalRelay, fit_rank
 from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
@@ -218,6 +218,7 @@ def add_interfaces(
     """Add the relays of `Topology.regions` that the stack lacks, of any form; one for each boundary, or all
     alike."""
     each = settings if isinstance(settings, tuple) else (settings,) * (regions - 1)
+    check_segments(each)
     for one in each:
         one.check(context, width)
     like = next(stack.parameters())
@@ -225,7 +226,15 @@ def add_interfaces(
     for region in range(each[0].first_region, regions):
         name = interface_name(region)
         if name not in stack.learned_relays():
-            relay = each[max(region - 1, 0)].build(width, context, before)
+            chosen = each[max(region - 1, 0)]
+            relay = chosen.build(width, context, before)
+            if stack.reads_ahead and chosen.causal and isinstance(relay, CausalRelay):
+                raise ConfigError(
+                    "an interface's segments are cut apart, and these layers read all positions",
+                    setting="interface",
+                    given=chosen,
+                    allowed="published, residual or S=1,pool=mean,causal=false",
+                )
             stack.add_relay(name, relay.to(like.device, like.dtype))
         before = bounded_relay(stack, name)
 
