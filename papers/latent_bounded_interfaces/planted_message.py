@@ -31,6 +31,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from topograd.nn.encoder import Encoder
 from torch import Tensor
 
 from papers.fit import fit
@@ -42,7 +43,6 @@ from papers.staged_runs import bytes_config
 from papers.verdicts import Claim, above, percent, within
 from topograd.interfaces.ablation import silenced
 from topograd.nn.config import GPTConfig
-from topograd.nn.encoder import Encoder
 from topograd.nn.interface_config import parse_interface
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import LayerContext

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from topograd.errors import ConfigError, StackError
 from topograd.limits import check_rules
-from topograd.nn.interface_config import parse_settings
+from topograd.nn.interface_config import MIN_RANK, WHY_RANK, check_fields, parse_settings
 from topograd.nn.spec import ModelSpec, Task
 from topograd.nn.transformer.config import Activation, BlockConfig, Traits
 from topograd.registry import Registry
@@ -43,9 +43,6 @@ MAX_SIZE = 2**31 - 1
 """The largest allowed size."""
 Pool = Literal["tail", "mean", "cumulative"]
 Maps = Literal["mlp", "linear", "gated", "monarch"]
-MIN_RANK = 3
-"""A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
-
 
 GPT_TRAITS = Traits(
     norm="unit",
@@ -129,15 +126,13 @@ class GPTConfig(BlockConfig):
             windows=(spans, "spans of at least 0; 0 is the whole context"),
             head_rank=(rank is None or rank >= 1, "at least 1, or be left out"),
             ssm_state=(not self.ssm_state % 4, "a multiple of 4"),
+            mlp=(self.mlp in ("relu2", "swiglu"), "one of relu2, swiglu"),
+            value_embeddings=(
+                self.value_embeddings in ("none", "alternate", "all"),
+                "one of none, alternate, all",
+            ),
+            count_from=(self.count_from in ("first", "last"), "one of first, last"),
         )
-        for name, allowed in (
-            ("mlp", ("relu2", "swiglu")),
-            ("value_embeddings", ("none", "alternate", "all")),
-            ("count_from", ("first", "last")),
-        ):
-            if getattr(self, name) not in allowed:
-                allowed_names = f"one of {', '.join(allowed)}"
-                raise StackError(setting=name, given=getattr(self, name), allowed=allowed_names)
         if self.architecture not in ARCHITECTURES:
             try:
                 MIXERS.check(self.architecture)
@@ -275,22 +270,15 @@ class SegmentInterface:
     first_region: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
-            if getattr(self, name) not in allowed:
-                value, remedy = getattr(self, name), f"choose one of {', '.join(allowed)}"
-                problem = f"interface {name} {value!r} is unknown"
-                raise ConfigError(problem, setting=name, given=value, remedy=remedy)
-        if not MIN_RANK <= self.rank <= MAX_SIZE:
-            problem = f"interface rank r is {self.rank}"
-            allowed_ranks = f"at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
-            raise ConfigError(problem, setting="rank", given=self.rank, allowed=allowed_ranks)
-        if not self.causal and (self.segments != 1 or self.pool != "mean"):
-            raise ConfigError(
-                setting="causal", given=False, allowed="True, unless segments=1 and pool='mean'"
-            )
-        if self.causal and self.segments < 2:
-            problem = f"interface segments S is {self.segments}"
-            raise ConfigError(problem, setting="segments", given=self.segments, allowed="at least 2")
+        whole = self.segments == 1 and self.pool == "mean"
+        check_fields(
+            self,
+            pool=(self.pool in get_args(Pool), f"one of {', '.join(get_args(Pool))}"),
+            maps=(self.maps in get_args(Maps), f"one of {', '.join(get_args(Maps))}"),
+            rank=(MIN_RANK <= self.rank <= MAX_SIZE, f"at least {MIN_RANK}, {WHY_RANK}"),
+            causal=(self.causal or whole, "true, unless S=1 and pool=mean"),
+            segments=(self.segments >= 2 or not self.causal, "at least 2"),
+        )
 
     @classmethod
     def parse(cls, text: str) -> SegmentInterface:

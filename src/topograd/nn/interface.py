@@ -247,6 +247,6 @@ def bounded_relay(stack: Stack, name: str) -> BoundedRelay:
             f"a region reads through {name!r}, which is no interface",
             setting="relay",
             given=name,
-            remedy="build the topology with Topology.regions and the relays with add_interfaces",
+            remedy="train with --interface, or call Topology.regions and add_interfaces",
         )
     return relay

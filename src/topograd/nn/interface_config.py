@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Basis = Literal["fixed", "learned", "hidden", "adjoints"]
 Read = Literal["both", "message"]
+MIN_RANK = 3
+WHY_RANK = "for a LayerNorm of fewer numbers passes no gradient"
 
 
 class InterfaceSettings(Protocol):
@@ -223,7 +225,7 @@ class PublishedInterface:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            rank=(self.rank >= 3, "at least 3, for a LayerNorm of fewer numbers passes no gradient"),
+            rank=(self.rank >= MIN_RANK, f"at least {MIN_RANK}, {WHY_RANK}"),
             read=(self.read in get_args(Read), f"one of {', '.join(get_args(Read))}"),
         )
 
