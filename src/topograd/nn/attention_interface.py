@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from topograd.nn.config import Pool, SegmentInterface
 from topograd.nn.interface import SegmentRelay
 from topograd.nn.interface_config import parse_settings
-from topograd.nn.relays import BoundedRelay
+from topograd.nn.relays import BoundedRelay, at_positions
 from topograd.nn.stack import LayerContext
 
 
@@ -85,8 +85,8 @@ class AttentionRelay(SegmentRelay):
         here = ctx.positions.expand(len(history), -1)
         places = (here - here % self.segment)[..., None] + torch.arange(self.segment, device=here.device)
         allowed = places <= here[..., None]
-        flat = places.clamp(max=history.shape[1] - 1).flatten(1)[..., None]
-        window = history.gather(1, flat.expand(-1, -1, history.shape[-1])).unflatten(1, places.shape[1:])
+        flat = places.clamp(max=history.shape[1] - 1).flatten(1)
+        window = at_positions(history, flat).unflatten(1, places.shape[1:])
         return self.send_pooled(self._focused(window, allowed), received)
 
     def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:
