@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from topograd.nn.config import Pool, SegmentInterface
 from topograd.nn.interface import SegmentRelay
-from topograd.nn.interface_config import parse_settings
 from topograd.nn.relays import BoundedRelay, at_positions
 from topograd.nn.stack import LayerContext
 
@@ -34,12 +34,7 @@ class AttentionInterface(SegmentInterface):
     """The shape of interfaces that are read by attention."""
 
     pool: Pool = "mean"
-
-    @classmethod
-    def parse(cls, text: str) -> AttentionInterface:
-        """The settings of a text such as S=8,r=8,maps=linear."""
-        keys = {"S": ("segments", int), "r": ("rank", int), "maps": ("maps", str)}
-        return cls(**parse_settings(text, keys))
+    keys: ClassVar = {key: field for key, field in SegmentInterface.keys.items() if key in ("S", "r", "maps")}
 
     def build(self, width: int, context: int, before: BoundedRelay | None) -> BoundedRelay:
         return AttentionRelay(self, width, context, first=before is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from topograd.errors import ConfigError, StackError
 from topograd.limits import check_rules
@@ -37,8 +37,6 @@ ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
 """Mixers of the layers, repeated; the name of a mixer alone is an architecture too."""
 _KINDS = ("mamba2", "mamba3", "hybrid")
 """Architectures that are kinds of model too."""
-Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
-"""The architectures that come with the package."""
 MAX_SIZE = 2**31 - 1
 """The largest allowed size."""
 Pool = Literal["tail", "mean", "cumulative"]
@@ -232,11 +230,13 @@ class EncoderConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.architecture != "transformer":
-            allowed_names = "transformer for an encoder, for other mixers read earlier positions only"
-            raise StackError(setting="architecture", given=self.architecture, allowed=allowed_names)
-        if self.windows:
-            raise StackError(setting="windows", given=self.windows, allowed="empty for an encoder")
+        other = "transformer for an encoder, for other mixers read earlier positions only"
+        check_rules(
+            self,
+            StackError,
+            architecture=(self.architecture == "transformer", other),
+            windows=(not self.windows, "empty for an encoder"),
+        )
 
     @property
     def kind(self) -> str:
@@ -268,6 +268,10 @@ class SegmentInterface:
     """False pools as the published interface does, the mean of the whole sequence: LEAKY, every position sees
     all later ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""
     first_region: ClassVar[int] = 1
+    keys: ClassVar[Mapping[str, tuple[str, type]]] = {
+        **{"S": ("segments", int), "r": ("rank", int)},
+        **{"pool": ("pool", str), "maps": ("maps", str), "causal": ("causal", bool)},
+    }
 
     def __post_init__(self) -> None:
         whole = self.segments == 1 and self.pool == "mean"
@@ -281,13 +285,13 @@ class SegmentInterface:
         )
 
     @classmethod
-    def parse(cls, text: str) -> SegmentInterface:
+    def parse(cls, text: str) -> Self:
         """The settings of a text such as S=8,r=8,pool=tail,maps=linear,causal=false.
 
         >>> SegmentInterface.parse("S=4,r=16")
         SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
         """
-        return cls(**parse_settings(text, _INTERFACE_KEYS))
+        return cls(**parse_settings(text, cls.keys))
 
     def segment(self, context: int) -> int:
         """ℓ, the positions of one segment."""
@@ -304,12 +308,3 @@ class SegmentInterface:
         from topograd.nn.interface import SegmentRelay
 
         return SegmentRelay(self, width, context, first=before is None)
-
-
-_INTERFACE_KEYS: Mapping[str, tuple[str, type]] = {
-    "S": ("segments", int),
-    "r": ("rank", int),
-    "pool": ("pool", str),
-    "maps": ("maps", str),
-    "causal": ("causal", bool),
-}

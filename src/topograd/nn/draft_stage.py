@@ -44,8 +44,6 @@ from topograd.nn.stack import LayerContext, Stack
 
 FIRST_GAIN = 0.2
 """The first gain of the stage's norm over the base's: an untrained stage should be uncertain."""
-RELAY = "previous"
-"""The relay's name in a topology."""
 
 
 class PreviousRelay(nn.Module, CausalRelay):
