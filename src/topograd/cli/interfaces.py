@@ -10,7 +10,7 @@ from rich.table import Table
 
 from topograd.cli.console import Json, ModelArgument, grid, out, parse_one_of, print_json
 from topograd.errors import ConfigError
-from topograd.limits import check_numbers
+from topograd.limits import check_numbers, check_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,9 @@ def _analyse(args: Analyse) -> None:
     check_numbers(args, microbatches=(1, 2**20), latency=(0.0, 1e6), mbit=(1e-6, 1e9))
     session, inputs, targets = _opened(args.model, args.windows, 2)
     stack, topology = session.stack, session.plan.topology
-    check_numbers(args, workers=(1, len(topology.stages)))
+    most = len(topology.stages)
+    fits = args.workers is None or 1 <= args.workers <= most
+    check_rules(args, workers=(fits, f"in 1..{most}, the model's regions"))
     measured = counted("parts of the analysis")
     measured(0, 4)
     found = analyse(stack, topology, inputs, targets)

@@ -111,7 +111,7 @@ def parse_interface(text: str) -> InterfaceSettings:
     """
     form, _, settings = _form_and_settings(text)
     chosen = INTERFACES[form.strip() or "segments"]
-    made = chosen.parse(settings) if hasattr(chosen, "parse") else chosen
+    made: InterfaceSettings | Any = chosen.parse(settings) if hasattr(chosen, "parse") else chosen
     if missing := [name for name in _FORM if not hasattr(made, name)]:
         problem = f"interface {form!r} has no {', '.join(missing)}"
         remedy = "give it all that topograd.nn.interface_config.InterfaceSettings has"
