@@ -37,6 +37,8 @@ ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
 """Mixers of the layers, repeated; the name of a mixer alone is an architecture too."""
 _KINDS = ("mamba2", "mamba3", "hybrid")
 """Architectures that are kinds of model too."""
+Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
+"""The architectures that come with the package."""
 MAX_SIZE = 2**31 - 1
 """The largest allowed size."""
 Pool = Literal["tail", "mean", "cumulative"]
