@@ -49,7 +49,14 @@ def test_numbers_of_the_limits_stand_on_some_page() -> None:
     everything = "\n".join(RESULTS.values())
     for number in _NUMBER.findall(section("What it does not do")):
         assert number in everything, number
-    assert "4 [-46, 53], 2 [-12, 16], 19 [7, 31] and 2 [-103, 107] %" in " ".join(README.split())
+
+
+def test_shares_that_interfaces_keep_are_those_of_their_page() -> None:
+    (item,) = (one for one in section("What it does not do").split("\n- ") if "Bounded interfaces" in one)
+    shares = re.findall(r"-?\d+ % \[-?\d+, -?\d+\]", item)
+    assert len(shares) == 5
+    for share in shares:
+        assert share in RESULTS["2026-11-18-bounded-interfaces.md"], share
 
 
 def test_the_count_of_claims_is_that_of_the_papers() -> None:

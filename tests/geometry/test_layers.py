@@ -187,6 +187,23 @@ def test_every_parameter_is_covered_or_has_a_reason() -> None:
     assert reasons == {"latent": "an input of twice"}
 
 
+@pytest.mark.parametrize("width", [4, 3])
+def test_a_matrix_that_is_used_with_its_transpose_has_the_factors_of_one(width: int) -> None:
+    class Subspace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.basis = nn.Parameter(torch.randn(4, width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.basis @ self.basis.T
+
+    x = torch.randn(5, 4)
+    watch, seen = watched(Subspace(), x)
+    assert watch.layers() == ["basis"]
+    assert [rows.tolist() for rows in seen.inputs["basis"]] == [x.tolist()]
+    assert watch.uncovered() == {"basis": "used as W and as its transpose"}
+
+
 def test_a_layer_that_the_reducer_refuses() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     watch, seen = watched(model, torch.randn(5, 3), unwanted="0")

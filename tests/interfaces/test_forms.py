@@ -9,7 +9,7 @@ from torch import Tensor
 
 from papers.latent_bounded_interfaces.causality import future_gradient
 from raising import refused
-from tests.nn.test_interface_config import Half
+from tests.nn.test_interface_config import Half, HalfRelay
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_logits
 from topograd.exec.gradient import GradientEngine
@@ -18,6 +18,7 @@ from topograd.interfaces.engines import Hybrid, Scan
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.interface_config import InterfaceSettings, parse_interface, parse_interfaces
+from topograd.nn.stack import LayerContext
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -27,7 +28,7 @@ FORMS: dict[str, InterfaceSettings | tuple[InterfaceSettings, ...]] = {
     "monarch": parse_interface("S=3,r=4,maps=monarch"),
     "bypass": parse_interface("residual:r=3,bypass=0.3"),
     "residual-ranks": parse_interfaces("residual:r=2/4/3", 3),
-    "segments-ranks": parse_interfaces("S=3/2/3,r=5/3/4", 3),
+    "segments-ranks": parse_interfaces("S=3,r=5/3/4,pool=tail/mean/cumulative", 3),
     "published-ranks": parse_interfaces("published:r=5/3/4,read=both/both/message", 3),
     "residual": parse_interface("residual:r=3"),
     "residual-full": parse_interface(f"residual:r={WIDTH}"),
@@ -120,6 +121,42 @@ def test_a_form_says_whether_it_is_causal(form: str) -> None:
     stack, topology = model(form)
     leak = future_gradient(stack, Plan.of(topology, 5), batch()[0])
     assert (leak == 0) == first(form).causal
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_inputs_within_the_first_segment(way: str) -> None:
+    """No segment is over: messages have no states, and gradient is that of the last region and its canvas."""
+    stack, topology = model("attention")
+    inputs, targets = (one[:, :2] for one in batch())
+    logits = stage_logits(stack, Plan.of(topology, 5), 3, inputs, lean=False)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    expected = taken(stack)
+    train_step(stack, topology, inputs, targets, gradient=ENGINES[way])
+    actual = taken(stack)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=0, atol=1e-12)
+
+
+class DeafRelay(HalfRelay):
+    """One that reads the canvas alone."""
+
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        return self.gain * ctx.x0
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_region_that_does_not_read_its_message_sends_no_gradient(way: str) -> None:
+    stack, topology = model("own")
+    for relay in stack.learned_relays().values():
+        relay.__class__ = DeafRelay
+    logits = stage_logits(stack, Plan.of(topology, 5), 3, batch()[0], lean=False)
+    F.cross_entropy(logits.flatten(0, 1), batch()[1].flatten()).backward()
+    expected = taken(stack)
+    train_step(stack, topology, *batch(), gradient=ENGINES[way])
+    actual = taken(stack)
+    assert not any(actual.pop(name).any() for name in actual.keys() - expected.keys())
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("form", ["residual", "published", "attention"])

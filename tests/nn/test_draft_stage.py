@@ -12,7 +12,7 @@ from pieces import Decoded
 from raising import refused
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
-from topograd.nn.draft_stage import RELAY, DraftStage, PreviousRelay, rank_tokens, shifted, step_mask, unit
+from topograd.nn.draft_stage import DraftStage, PreviousRelay, rank_tokens, shifted, step_mask, unit
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
 from topograd.nn.transformer.config import TransformerConfig
@@ -111,10 +111,10 @@ def extended(base: GPT, stage: DraftStage) -> tuple[GPT, Plan]:
     """The base with the draft stage as one more stage: its layer behind the others, its relay by name."""
     whole = copy.deepcopy(base)
     whole.layers.append(stage.layer)
-    whole.add_relay(RELAY, stage.relay)
+    whole.add_relay("previous", stage.relay)
     frozen = tuple(Stage(i, i + 1, (Edge(i - 1),), weight=0.0, frozen=True) for i in range(len(base.layers)))
     last = len(base.layers)
-    topology = Topology(last + 1, (*frozen, Stage(last, last + 1, (Edge(last - 1, relay=RELAY),))))
+    topology = Topology(last + 1, (*frozen, Stage(last, last + 1, (Edge(last - 1, relay="previous"),))))
     return whole, Plan.of(topology, last + 1)
 
 

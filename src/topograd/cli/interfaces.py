@@ -10,7 +10,7 @@ from rich.table import Table
 
 from topograd.cli.console import Json, ModelArgument, grid, out, parse_one_of, print_json, show
 from topograd.errors import ConfigError
-from topograd.limits import check_numbers
+from topograd.limits import check_numbers, check_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,6 +78,7 @@ def _rank(args: Rank) -> None:
 
 
 def _analyse(args: Analyse) -> None:
+    from topograd.cli.progress import counted
     from topograd.errors import TopologyError
     from topograd.interfaces.ablation import ablated
     from topograd.interfaces.analysis import analyse
@@ -86,13 +87,21 @@ def _analyse(args: Analyse) -> None:
     check_numbers(args, microbatches=(1, 2**20), latency=(0.0, 1e6), mbit=(1e-6, 1e9))
     session, inputs, targets = _opened(args.model, args.windows, 2)
     stack, topology = session.stack, session.plan.topology
+    most = len(topology.stages)
+    fits = args.workers is None or 1 <= args.workers <= most
+    check_rules(args, workers=(fits, f"in 1..{most}, the model's regions"))
+    measured = counted("parts of the analysis")
+    measured(0, 4)
     found = analyse(stack, topology, inputs, targets)
+    measured(1, 4)
     found["ablation"] = ablated(stack, topology, inputs, targets)
+    measured(2, 4)
     try:
         check_separator(stack, topology, inputs)
         found["path_past_interfaces"] = None
     except TopologyError as error:
         found["path_past_interfaces"] = str(error)
+    measured(3, 4)
     found["plan"] = _plan(args, session, inputs, targets)
     if args.json:
         print_json({"run": str(args.model), **found})

@@ -94,6 +94,7 @@ class CallTracer(TorchFunctionMode):
         self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._layers = {key: _layer_name(model, names) for key, names in self._names.items()}
         self._covered: dict[int, str] = {}  # parameter -> the layer that has its factors
+        self._ways: dict[str, tuple[tuple[int, int], int]] = {}  # layer -> sides, and step along a row
         self._reached: set[str] = set()
         self._reasons: dict[int, str] = {}
         self._views: dict[int, View] = {}  # by identity, of this pass
@@ -134,6 +135,9 @@ class CallTracer(TorchFunctionMode):
                 layer, refused = self._layers[key], "used by a part of it that is no block of rows"
             if not torch.is_grad_enabled():
                 refused = "used where the model switches gradients off"
+            way = call.sides, call.matrix(call.weight).stride(-1)
+            if refused is None and self._ways.setdefault(layer, way) != way:
+                refused = "used as W and as its transpose"
             if refused is None:
                 own = {key, id(call.bias)}
                 if call.bias is not None and id(call.bias) in self._views:

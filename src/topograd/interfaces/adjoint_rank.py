@@ -22,8 +22,9 @@ several times the width. What is small in energy may still matter for learning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,14 @@ def boundary_adjoints(
     plan = Plan.of(topology, len(stack.layers))
     last = plan.predicting()[-1]
     x0 = stack.embed(inputs).detach().requires_grad_()  # a graph even where no parameter learns
-    with _outputs_kept(stack) as outputs:
+    outputs: dict[int, Tensor] = {}
+
+    def keep(layer: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        outputs[layer] = output
+
+    with ExitStack() as hooks:
+        for i, module in enumerate(stack.layers):
+            hooks.callback(module.register_forward_hook(partial(keep, i)).remove)
         logits = stage_logits(stack, plan, last, inputs, x0, lean=False)
     loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     ran = [layer for layer in range(len(stack.layers)) if layer in outputs]
@@ -98,22 +106,3 @@ def boundary_adjoints(
     known = {layer: g for layer, g in zip(ran, gradients, strict=True) if g is not None}
     nothing = torch.zeros_like(x0)
     return [known.get(layer, nothing).detach() for layer in range(len(stack.layers))]
-
-
-@contextmanager
-def _outputs_kept(stack: Stack) -> Iterator[dict[int, Tensor]]:
-    """The output of each layer that runs within, by its number."""
-    outputs: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            outputs[layer] = output
-
-        return hook
-
-    handles = [module.register_forward_hook(keep(i)) for i, module in enumerate(stack.layers)]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
-from topograd.interfaces.jacobian import Visit
+from topograd.interfaces.jacobian import Visit, vjp
 from topograd.nn.stack import Stack
 from topograd.runs.topology_config import Jacobian
 
@@ -49,8 +49,7 @@ def check_jacobian(one: Visit, J: Tensor, way: Jacobian, trimmed: bool) -> None:
 def _is_exact(one: Visit, J: Tensor, way: Jacobian) -> bool:
     """Whether J could be tried and holds; numbers that are not finite are reported elsewhere."""
     v = torch.randn(one.message_out.shape, generator=torch.Generator().manual_seed(0)).to(one.message_out)
-    (expected,) = torch.autograd.grad(one.message_out, one.message_in, v, retain_graph=True)
-    expected = expected.flatten(1).to(J)
+    expected = vjp(one.message_out, one.message_in, v).flatten(1).to(J)
     actual = (v.flatten(1).to(J)[:, None] @ J)[:, 0]
     off, *sizes = torch.stack([x.norm() for x in (actual - expected, actual, expected)]).tolist()
     size = max(sizes)

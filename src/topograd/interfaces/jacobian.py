@@ -113,6 +113,8 @@ def interface_jacobian(
     out = seen.message_out
     states = out.shape[1]
     dtype = torch.promote_types(out.dtype, torch.float32)  # products of bfloat16 would be off by 4e-3
+    if not seen.message_in.numel():  # no segment is over
+        return out.new_zeros((len(out), out[0].numel(), 0), dtype=dtype)
     if way == "forward":
         J = _forward(seen, chunk).to(dtype)
     else:
@@ -153,17 +155,22 @@ def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:
 def _loop(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:
     """Each of `rows` (basis, B, r), cotangents of m_{k+1}[s], pulled back to (basis, B, states, r)."""
     state, leaf = _prefix(seen, s, trimmed)
-    return torch.stack([torch.autograd.grad(state, leaf, row, retain_graph=True)[0] for row in rows])
+    return torch.stack([vjp(state, leaf, row) for row in rows])
 
 
 def _batched(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         state, leaf = _prefix(seen, s, trimmed)
-    parts = [
-        torch.autograd.grad(state, leaf, part, retain_graph=True, is_grads_batched=True)[0]
-        for part in rows.split(chunk or len(rows))
-    ]
-    return torch.cat(parts)
+    parts = rows.split(chunk or len(rows))
+    return torch.cat([vjp(state, leaf, part, batched=True).expand(len(part), *leaf.shape) for part in parts])
+
+
+def vjp(out: Tensor, leaf: Tensor, cotangent: Tensor, batched: bool = False) -> Tensor:
+    """The cotangent of `leaf`, zero where `out` does not depend on it; the graph stays."""
+    (pulled,) = torch.autograd.grad(
+        out, leaf, cotangent, retain_graph=True, is_grads_batched=batched, materialize_grads=True
+    )
+    return pulled
 
 
 def _by_hand(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:

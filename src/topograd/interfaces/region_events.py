@@ -25,8 +25,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topograd.errors import ConfigError
-
 Key = tuple[str, int, int]
 """What is sent, to which rank, of which micro-batch."""
 Events = Generator[Key | float, float, None]
@@ -157,8 +155,6 @@ def planned(
 
     `times` are of one region without links, `sizes` the bytes of a message, a product and a hidden state.
     """
-    if not 1 <= ranks <= regions:
-        raise ConfigError(setting="workers", given=ranks, allowed=f"in 1..{regions}, the model's regions")
     most = -(-regions // ranks)
     wire, product, hidden = (8 * size / (mbit * 1e6) for size in sizes)
     here = replace(

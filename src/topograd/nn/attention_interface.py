@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from topograd.nn.config import Pool, SegmentInterface
 from topograd.nn.interface import SegmentRelay
-from topograd.nn.interface_config import parse_settings
-from topograd.nn.relays import BoundedRelay
+from topograd.nn.relays import BoundedRelay, at_positions
 from topograd.nn.stack import LayerContext
 
 
@@ -34,12 +34,7 @@ class AttentionInterface(SegmentInterface):
     """The shape of interfaces that are read by attention."""
 
     pool: Pool = "mean"
-
-    @classmethod
-    def parse(cls, text: str) -> AttentionInterface:
-        """The settings of a text such as S=8,r=8,maps=linear."""
-        keys = {"S": ("segments", int), "r": ("rank", int), "maps": ("maps", str)}
-        return cls(**parse_settings(text, keys))
+    keys: ClassVar = {key: field for key, field in SegmentInterface.keys.items() if key in ("S", "r", "maps")}
 
     def build(self, width: int, context: int, before: BoundedRelay | None) -> BoundedRelay:
         return AttentionRelay(self, width, context, first=before is None)
@@ -75,8 +70,6 @@ class AttentionRelay(SegmentRelay):
 
     def _read(self, states: Tensor, x0: Tensor, segments: Tensor) -> Tensor:
         """x0 and what each position, by its segment (batch, time), reads of states (batch, count, r)."""
-        if not states.shape[1]:
-            return x0
         scores = self.query(x0) @ self.key(states).mT / math.sqrt(states.shape[-1])
         later = torch.arange(states.shape[1], device=x0.device) >= segments[..., None]
         scores = scores.masked_fill(later, -torch.inf).masked_fill((segments == 0)[..., None], 0.0)
@@ -87,8 +80,8 @@ class AttentionRelay(SegmentRelay):
         here = ctx.positions.expand(len(history), -1)
         places = (here - here % self.segment)[..., None] + torch.arange(self.segment, device=here.device)
         allowed = places <= here[..., None]
-        flat = places.clamp(max=history.shape[1] - 1).flatten(1)[..., None]
-        window = history.gather(1, flat.expand(-1, -1, history.shape[-1])).unflatten(1, places.shape[1:])
+        flat = places.clamp(max=history.shape[1] - 1).flatten(1)
+        window = at_positions(history, flat).unflatten(1, places.shape[1:])
         return self.send_pooled(self._focused(window, allowed), received)
 
     def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:

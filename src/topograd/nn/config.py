@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from topograd.errors import ConfigError, StackError
 from topograd.limits import check_rules
-from topograd.nn.interface_config import parse_settings
+from topograd.nn.interface_config import MIN_RANK, WHY_RANK, check_fields, parse_settings
 from topograd.nn.spec import ModelSpec, Task
 from topograd.nn.transformer.config import Activation, BlockConfig, Traits
 from topograd.registry import Registry
@@ -43,9 +43,6 @@ MAX_SIZE = 2**31 - 1
 """The largest allowed size."""
 Pool = Literal["tail", "mean", "cumulative"]
 Maps = Literal["mlp", "linear", "gated", "monarch"]
-MIN_RANK = 3
-"""A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
-
 
 GPT_TRAITS = Traits(
     norm="unit",
@@ -129,15 +126,13 @@ class GPTConfig(BlockConfig):
             windows=(spans, "spans of at least 0; 0 is the whole context"),
             head_rank=(rank is None or rank >= 1, "at least 1, or be left out"),
             ssm_state=(not self.ssm_state % 4, "a multiple of 4"),
+            mlp=(self.mlp in ("relu2", "swiglu"), "one of relu2, swiglu"),
+            value_embeddings=(
+                self.value_embeddings in ("none", "alternate", "all"),
+                "one of none, alternate, all",
+            ),
+            count_from=(self.count_from in ("first", "last"), "one of first, last"),
         )
-        for name, allowed in (
-            ("mlp", ("relu2", "swiglu")),
-            ("value_embeddings", ("none", "alternate", "all")),
-            ("count_from", ("first", "last")),
-        ):
-            if getattr(self, name) not in allowed:
-                allowed_names = f"one of {', '.join(allowed)}"
-                raise StackError(setting=name, given=getattr(self, name), allowed=allowed_names)
         if self.architecture not in ARCHITECTURES:
             try:
                 MIXERS.check(self.architecture)
@@ -237,11 +232,13 @@ class EncoderConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.architecture != "transformer":
-            allowed_names = "transformer for an encoder, for other mixers read earlier positions only"
-            raise StackError(setting="architecture", given=self.architecture, allowed=allowed_names)
-        if self.windows:
-            raise StackError(setting="windows", given=self.windows, allowed="empty for an encoder")
+        other = "transformer for an encoder, for other mixers read earlier positions only"
+        check_rules(
+            self,
+            StackError,
+            architecture=(self.architecture == "transformer", other),
+            windows=(not self.windows, "empty for an encoder"),
+        )
 
     @property
     def kind(self) -> str:
@@ -273,33 +270,30 @@ class SegmentInterface:
     """False pools as the published interface does, the mean of the whole sequence: LEAKY, every position sees
     all later ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""
     first_region: ClassVar[int] = 1
+    keys: ClassVar[Mapping[str, tuple[str, type]]] = {
+        **{"S": ("segments", int), "r": ("rank", int)},
+        **{"pool": ("pool", str), "maps": ("maps", str), "causal": ("causal", bool)},
+    }
 
     def __post_init__(self) -> None:
-        for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
-            if getattr(self, name) not in allowed:
-                value, remedy = getattr(self, name), f"choose one of {', '.join(allowed)}"
-                problem = f"interface {name} {value!r} is unknown"
-                raise ConfigError(problem, setting=name, given=value, remedy=remedy)
-        if not MIN_RANK <= self.rank <= MAX_SIZE:
-            problem = f"interface rank r is {self.rank}"
-            allowed_ranks = f"at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
-            raise ConfigError(problem, setting="rank", given=self.rank, allowed=allowed_ranks)
-        if not self.causal and (self.segments != 1 or self.pool != "mean"):
-            raise ConfigError(
-                setting="causal", given=False, allowed="True, unless segments=1 and pool='mean'"
-            )
-        if self.causal and self.segments < 2:
-            problem = f"interface segments S is {self.segments}"
-            raise ConfigError(problem, setting="segments", given=self.segments, allowed="at least 2")
+        whole = self.segments == 1 and self.pool == "mean"
+        check_fields(
+            self,
+            pool=(self.pool in get_args(Pool), f"one of {', '.join(get_args(Pool))}"),
+            maps=(self.maps in get_args(Maps), f"one of {', '.join(get_args(Maps))}"),
+            rank=(MIN_RANK <= self.rank <= MAX_SIZE, f"at least {MIN_RANK}, {WHY_RANK}"),
+            causal=(self.causal or whole, "true, unless S=1 and pool=mean"),
+            segments=(self.segments >= 2 or not self.causal, "at least 2"),
+        )
 
     @classmethod
-    def parse(cls, text: str) -> SegmentInterface:
+    def parse(cls, text: str) -> Self:
         """The settings of a text such as S=8,r=8,pool=tail,maps=linear,causal=false.
 
         >>> SegmentInterface.parse("S=4,r=16")
         SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
         """
-        return cls(**parse_settings(text, _INTERFACE_KEYS))
+        return cls(**parse_settings(text, cls.keys))
 
     def segment(self, context: int) -> int:
         """ℓ, the positions of one segment."""
@@ -316,12 +310,3 @@ class SegmentInterface:
         from topograd.nn.interface import SegmentRelay
 
         return SegmentRelay(self, width, context, first=before is None)
-
-
-_INTERFACE_KEYS: Mapping[str, tuple[str, type]] = {
-    "S": ("segments", int),
-    "r": ("rank", int),
-    "pool": ("pool", str),
-    "maps": ("maps", str),
-    "causal": ("causal", bool),
-}

@@ -39,13 +39,11 @@ from torch import Tensor, nn
 from topograd.errors import StackError
 from topograd.nn.capabilities import draftable
 from topograd.nn.heads import Head
-from topograd.nn.relays import CausalRelay
+from topograd.nn.relays import CausalRelay, at_positions
 from topograd.nn.stack import LayerContext, Stack
 
 FIRST_GAIN = 0.2
 """The first gain of the stage's norm over the base's: an untrained stage should be uncertain."""
-RELAY = "previous"
-"""The relay's name in a topology."""
 
 
 class PreviousRelay(nn.Module, CausalRelay):
@@ -67,11 +65,11 @@ class PreviousRelay(nn.Module, CausalRelay):
         return self.join(ctx.x0, shifted(message))
 
     def send_next(self, history: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
-        return history.gather(1, _places(ctx, history))
+        return at_positions(history, ctx.positions)
 
     def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:
         before = F.pad(history, (0, 0, 1, 0))  # slot p holds the state of position p - 1
-        return self.join(ctx.x0, before.gather(1, _places(ctx, history)))
+        return self.join(ctx.x0, at_positions(before, ctx.positions))
 
     def needed(self, time: int) -> tuple[int, Tensor | None]:
         return max(time - 1, 1), None
@@ -88,11 +86,6 @@ def unit(x: Tensor) -> Tensor:
 def shifted(states: Tensor, by: int = 1) -> Tensor:
     """The state so many positions before, at each position; 0 at the first ones."""
     return F.pad(states, (0, 0, by, 0))[:, : states.shape[1]]
-
-
-def _places(ctx: LayerContext, history: Tensor) -> Tensor:
-    positions = ctx.positions.expand(len(history), -1)
-    return positions[..., None].expand(-1, -1, history.shape[-1])
 
 
 class DraftStage(nn.Module):

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.config import Maps, SegmentInterface
-from topograd.nn.interface_config import InterfaceSettings
-from topograd.nn.relays import BoundedRelay, CausalRelay, fit_rank
+from topograd.nn.interface_config import InterfaceSettings, check_segments
+from topograd.nn.relays import BoundedRelay, CausalRelay, at_positions, fit_rank
 from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
 
@@ -176,36 +176,27 @@ class SegmentRelay(BoundedRelay, CausalRelay):
     def send_next(self, history: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
         """The state at each new position, as if its segment ended there; only ends are ever read."""
         self._must_be_causal()
-        here = _positions(ctx, len(history))
+        here = ctx.positions.expand(len(history), -1)
         if self.settings.pool == "tail":
-            pooled = _at(history, here)
+            pooled = at_positions(history, here)
         else:
             start = (
                 torch.zeros_like(here) if self.settings.pool == "cumulative" else here - here % self.segment
             )
             sums = F.pad(history.cumsum(1), (0, 0, 1, 0))
-            pooled = (_at(sums, here + 1) - _at(sums, start)) / (here + 1 - start)[..., None]
+            total = at_positions(sums, here + 1) - at_positions(sums, start)
+            pooled = total / (here + 1 - start)[..., None]
         return self.send_pooled(pooled, received)
 
     def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:
         self._must_be_causal()
-        end = _positions(ctx, len(history)) // self.segment * self.segment - 1
-        decoded = self.decode(_at(history, end.clamp(min=0)))
+        end = ctx.positions.expand(len(history), -1) // self.segment * self.segment - 1
+        decoded = self.decode(at_positions(history, end.clamp(min=0)))
         return ctx.x0 + decoded * (end >= 0)[..., None]
 
     def _must_be_causal(self) -> None:
         if not self.settings.causal:
             raise ConfigError(setting="causal", given=False, allowed="True for decoding token by token")
-
-
-def _positions(ctx: LayerContext, batch: int) -> Tensor:
-    """The new positions, (batch, time)."""
-    return ctx.positions.expand(batch, -1)
-
-
-def _at(values: Tensor, positions: Tensor) -> Tensor:
-    """values (batch, T, width) at positions (batch, time)."""
-    return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def add_interfaces(
@@ -218,6 +209,7 @@ def add_interfaces(
     """Add the relays of `Topology.regions` that the stack lacks, of any form; one for each boundary, or all
     alike."""
     each = settings if isinstance(settings, tuple) else (settings,) * (regions - 1)
+    check_segments(each)
     for one in each:
         one.check(context, width)
     like = next(stack.parameters())
@@ -225,7 +217,15 @@ def add_interfaces(
     for region in range(each[0].first_region, regions):
         name = interface_name(region)
         if name not in stack.learned_relays():
-            relay = each[max(region - 1, 0)].build(width, context, before)
+            chosen = each[max(region - 1, 0)]
+            relay = chosen.build(width, context, before)
+            if stack.reads_ahead and chosen.causal and isinstance(relay, CausalRelay):
+                raise ConfigError(
+                    "an interface's segments are cut apart, and these layers read all positions",
+                    setting="interface",
+                    given=chosen,
+                    allowed="published, residual or S=1,pool=mean,causal=false",
+                )
             stack.add_relay(name, relay.to(like.device, like.dtype))
         before = bounded_relay(stack, name)
 
@@ -238,6 +238,6 @@ def bounded_relay(stack: Stack, name: str) -> BoundedRelay:
             f"a region reads through {name!r}, which is no interface",
             setting="relay",
             given=name,
-            remedy="train with --interface; in Python, Topology.regions and add_interfaces make them",
+            remedy="train with --interface, or call Topology.regions and add_interfaces",
         )
     return relay

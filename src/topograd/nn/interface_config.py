@@ -14,7 +14,7 @@ One of your own is package.module:attribute:KEY=VALUE,..., the attribute a class
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_args
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Basis = Literal["fixed", "learned", "hidden", "adjoints"]
 Read = Literal["both", "message"]
+MIN_RANK = 3
+WHY_RANK = "for a LayerNorm of fewer numbers passes no gradient"
 
 
 class InterfaceSettings(Protocol):
@@ -60,13 +62,16 @@ INTERFACES: Registry[type[InterfaceSettings]] = Registry(
 )
 
 
+_FORM = ("first_region", "causal", "parse", "check", "build")
+
+
 def parse_interfaces(text: str, boundaries: int | None = None) -> tuple[InterfaceSettings, ...]:
     """The settings of each boundary, or one of them for all; with `boundaries`, one for each.
 
     >>> [one.rank for one in parse_interfaces("residual:r=8/16")]
     [8, 16]
     """
-    form, colon, settings = text.rpartition(":")
+    form, colon, settings = _form_and_settings(text)
     parts = [part.split("=", 1) for part in settings.split(",")]
     choices = [part[-1].split("/") for part in parts]
     count = max(map(len, choices))
@@ -79,7 +84,21 @@ def parse_interfaces(text: str, boundaries: int | None = None) -> tuple[Interfac
         values = (values[i if len(values) > 1 else 0] for values in choices)
         words = ("=".join((*part[:-1], value)) for part, value in zip(parts, values, strict=True))
         made.append(parse_interface(form + colon + ",".join(words)))
+    check_segments(made)
     return tuple(made) if boundaries is None or count > 1 else tuple(made * boundaries)
+
+
+def check_segments(settings: Sequence[InterfaceSettings]) -> None:
+    """Refuse boundaries that cut the context differently: a state is added to one of other positions."""
+    counts = tuple(getattr(one, "segments", None) for one in settings)
+    if len(set(counts)) > 1:
+        given = "/".join(map(str, counts))
+        raise ConfigError(
+            f"interface segments S are {given}",
+            setting="segments",
+            given=given,
+            allowed="the same at all boundaries, for a state would tell of later positions",
+        )
 
 
 def parse_interface(text: str) -> InterfaceSettings:
@@ -90,8 +109,21 @@ def parse_interface(text: str) -> InterfaceSettings:
     >>> parse_interface("S=4,r=16")
     SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
     """
-    form, _, settings = text.rpartition(":")
-    return INTERFACES[form.strip() or "segments"].parse(settings)
+    form, _, settings = _form_and_settings(text)
+    chosen = INTERFACES[form.strip() or "segments"]
+    made: InterfaceSettings | Any = chosen.parse(settings) if hasattr(chosen, "parse") else chosen
+    if missing := [name for name in _FORM if not hasattr(made, name)]:
+        problem = f"interface {form!r} has no {', '.join(missing)}"
+        remedy = "give it all that topograd.nn.interface_config.InterfaceSettings has"
+        raise ConfigError(problem, setting="interface", given=form, remedy=remedy)
+    return made
+
+
+def _form_and_settings(text: str) -> tuple[str, str, str]:
+    """Form, colon and settings; one of your own may have none."""
+    form, colon, settings = text.rpartition(":")
+    own = form and form.strip() not in INTERFACES and "=" not in settings
+    return (text, ":", "") if own and settings else (form, colon, settings)
 
 
 def parse_settings(text: str, keys: Mapping[str, tuple[str, type]]) -> dict[str, Any]:
@@ -193,7 +225,7 @@ class PublishedInterface:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            rank=(self.rank >= 3, "at least 3, for a LayerNorm of fewer numbers passes no gradient"),
+            rank=(self.rank >= MIN_RANK, f"at least {MIN_RANK}, {WHY_RANK}"),
             read=(self.read in get_args(Read), f"one of {', '.join(get_args(Read))}"),
         )
 

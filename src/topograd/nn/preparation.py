@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from topograd.errors import ConfigError, StackError
+from topograd.errors import StackError
 from topograd.nn.aux_heads import add_auxiliaries
 from topograd.nn.interface import add_interfaces
 from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.learned_relays import add_relays
-from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack, check_stack
 from topograd.topology.plan import AnyPlan, Plan
 
@@ -35,16 +34,6 @@ def prepare(stack: Stack, topology: AnyPlan) -> Plan:
     if wanted.interface is not None:
         settings = parse_interfaces(wanted.interface, len(plan.stages) - 1)
         add_interfaces(stack, settings, len(plan.stages), stack.width, stack.context)
-        cut = [one for one in stack.learned_relays().values() if isinstance(one, CausalRelay)]
-        if stack.reads_ahead and any(one.causal for one in settings) and cut:
-            raise ConfigError(
-                setting="interface",
-                given=wanted.interface,
-                allowed=(
-                    "published, residual or S=1,pool=mean,causal=false where layers read all positions, "
-                    "for segments are cut apart"
-                ),
-            )
     for parameter in _to_freeze(stack, plan):
         parameter.requires_grad_(False)
     return plan

@@ -92,6 +92,12 @@ class BoundedRelay(nn.Module, ABC):
         return None
 
 
+def at_positions(values: Tensor, positions: Tensor) -> Tensor:
+    """values (batch, T, width) at positions (time) or (batch, time)."""
+    where = positions.expand(len(values), -1)[..., None]
+    return values.gather(1, where.expand(-1, -1, values.shape[-1]))
+
+
 def fit_rank(m: Tensor, rank: int) -> Tensor:
     """The first `rank` numbers of each state, with zeros where there are fewer."""
     return m if m.shape[-1] == rank else F.pad(m[..., :rank], (0, max(rank - m.shape[-1], 0)))
@@ -107,11 +113,8 @@ class Identity:
         return message
 
 
-class PreNorm:
+class PreNorm(Identity):
     """Sends h and receives h / rms(h), the RMSNorm without a gain: the direction alone."""
-
-    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
-        return h
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return F.rms_norm(message, message.shape[-1:])

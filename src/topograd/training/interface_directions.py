@@ -21,7 +21,7 @@ that is STEPS old may not be those that a later one needs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -83,28 +83,26 @@ def boundary_rows(
 ) -> dict[str, dict[int, Tensor]]:
     """`hidden` and `adjoints` (positions, width) behind each layer of a chain, by the layer's number; the
     canvas lies behind so many layers."""
-    found: dict[str, dict[int, Tensor]] = {"hidden": {}, "adjoints": {}}
     states: dict[int, Tensor] = {}
 
-    def watch(number: int, layer: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            states[number] = args[0].detach()
+    def keep(number: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            states.setdefault(number, args[0])
+            states[number + 1] = output
+            output.retain_grad()
 
-        def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            states[number + 1] = output.detach()
-            output.register_hook(keep)
+        return hook
 
-        def keep(gradient: Tensor) -> None:
-            found["adjoints"][number] = gradient.detach().flatten(0, -2)
-
-        return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
-
-    handles = [handle for number, layer in enumerate(dense.layers) for handle in watch(number, layer)]
+    handles = [layer.register_forward_hook(keep(number)) for number, layer in enumerate(dense.layers)]
     device = next(dense.parameters()).device
     train_step(dense, plan, to_device(inputs, device), to_device(targets, device))
     for handle in handles:
         handle.remove()
     dense.zero_grad(set_to_none=True)
+    found: dict[str, dict[int, Tensor]] = {"hidden": {}, "adjoints": {}}
     for number in range(len(dense.layers)):
-        found["hidden"][number] = (states[number + 1] - states[canvas]).flatten(0, -2)
+        adjoint = states[number + 1].grad
+        assert adjoint is not None, "every layer of a chain reaches the loss"
+        found["adjoints"][number] = adjoint.flatten(0, -2)
+        found["hidden"][number] = (states[number + 1] - states[canvas]).detach().flatten(0, -2)
     return found
