@@ -122,7 +122,8 @@ class Way:
             self.engine = RegionScan(ranks=ranks, owners=layout.owners, carried=carried)
 
     def step(self, microbatches: int) -> None:
-        self.transport.begin(microbatches, self.coming)
+        sequences = [len(self.batch[0])] * microbatches
+        self.transport.begin(microbatches, dict.fromkeys(self.coming, sequences))
         opened: deque[OpenStep] = deque()
         for _ in range(microbatches):
             given = (self.stack, self.plan, *self.batch)

@@ -53,7 +53,7 @@ class Steps:
         self.scan = RegionScan(ranks=ranks)
 
     def on_ranks(self) -> None:
-        self.transport.begin(1)
+        self.transport.begin(1, {})  # a scan sends its own messages back
         given = (self.stack, self.plan, self.inputs, self.targets)
         train_step(*given, transport=self.transport, gradient=self.scan)
         self.transport.finish()

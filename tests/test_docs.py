@@ -215,7 +215,7 @@ def test_a_flag_in_a_sentence_is_a_flag_of_some_command() -> None:
         "search": ("dp", "soft", "surgery", "pareto", "choose"),
         "specialist": ("attach", "finetune", "compose", "route", "align"),
     }
-    calls = [("train", "--task", task) for task in ("masked", "images")]
+    calls: list[tuple[str, ...]] = [("train", "--task", task) for task in ("masked", "images")]
     calls += [(verb,) for verb in VERBS] + [(verb, word) for verb, words in deeper.items() for word in words]
     known = OTHER_FLAGS.union(*(flags_of_command(words, main) for words in calls))
     sources = (file for folder in ("benchmarks", "papers") for file in (ROOT / folder).rglob("*.py"))

@@ -174,8 +174,8 @@ class AheadQueue(LateQueue):
         self._now: dict[str, Tensor] = {}
         self._ahead: dict[str, Tensor] = {}
 
-    def begin(self, step: int) -> None:
-        super().begin(step)
+    def begin(self, step: int, count: int = 1) -> None:
+        super().begin(step, count)
         self._now = {name: parameter.detach().clone() for name, (parameter, _) in self._late.items()}
         for name, now in self._now.items():
             self._ahead[name] = now + self._late[name][1] * (now - self._before.get(name, now))

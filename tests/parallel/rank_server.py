@@ -365,7 +365,7 @@ def stalled(parallel: str, rank: int, seconds: float, folder: str = "") -> None:
                 time.sleep(0.005)
             begin(*words)
 
-        loop.transport.begin = later  # type: ignore[method-assign]
+        loop.transport.begin = later  # type: ignore[method-assign,assignment]
         ranks.config = replace(ranks.config, timeout=seconds)
         loop.step(plan, batches(1, 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_a_specialist_switched_off_is_the_model(small: study.PeerStudy) -> None:
 
 
 def test_the_factor_is_named_where_it_was_not_chosen_anew() -> None:
-    rows = [{"arm": "ewc"}, {"arm": "distil", "factor": 4.0}]
+    rows: list[dict[str, Any]] = [{"arm": "ewc"}, {"arm": "distil", "factor": 4.0}]
     assert list(study._more("smollm2", rows)) == [
         f"smollm2: λ of ewc is {study.FACTORS['ewc']:g}.",
         "smollm2: λ of distil is 4.",
