@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -54,22 +53,21 @@ from topograd.topology.plan import AnyPlan, EdgeOutput, Plan, PlannedStage
 AUTOGRAD = Autograd()
 
 
-class StepOptions(TypedDict, total=False):
-    """What `train_step` takes by name."""
-
-    teacher: Logits | None
-    objectives: Mapping[str, Objective] | None
-    scale: float
-    states: Mapping[int, Tensor] | None
-    transport: Transport | None
-    gradient: GradientEngine
-    recompute: bool
-    draw: Key
-    late: LateQueue | None
-
-
 def train_step(
-    stack: Stack, topology: AnyPlan, inputs: Tensor, targets: Tensor, **options: Unpack[StepOptions]
+    stack: Stack,
+    topology: AnyPlan,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    teacher: Logits | None = None,
+    objectives: Mapping[str, Objective] | None = None,
+    scale: float = 1.0,
+    states: Mapping[int, Tensor] | None = None,
+    transport: Transport | None = None,
+    gradient: GradientEngine = AUTOGRAD,
+    recompute: bool = False,
+    draw: Key = (0, 0, 0),
+    late: LateQueue | None = None,
 ) -> Tensor:
     """Add the gradients of the training loss, times `scale`, to every `.grad`; return each stage's loss.
 
@@ -81,7 +79,21 @@ def train_step(
     what is learned at later steps is kept. Nothing else but `.grad` changes: a stack that lacks heads or
     relays of the topology raises StackError (`prepare` adds them).
     """
-    step = start_step(stack, topology, inputs, targets, **options)
+    step = start_step(
+        stack,
+        topology,
+        inputs,
+        targets,
+        teacher=teacher,
+        objectives=objectives,
+        scale=scale,
+        states=states,
+        transport=transport,
+        gradient=gradient,
+        recompute=recompute,
+        draw=draw,
+        late=late,
+    )
     step.finish()
     return step.losses
 
