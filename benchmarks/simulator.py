@@ -54,7 +54,7 @@ from shared_cores import pipeline_order, shared_span
 from topograd.errors import ConfigError
 from topograd.interfaces.region_events import RegionTimes, region_span
 from topograd.limits import check_numbers
-from topograd.parallel.ranks import FEW_NUMBERS
+from topograd.parallel.settings import FEW_NUMBERS
 
 METHODS = (
     *("gpipe", "1f1b", "whole", "thin", "late", "thin-late", "staged", "free"),

@@ -165,9 +165,9 @@ def test_ratios_are_of_the_right_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"segments": 7}, "S is 7 and the context 256; S must divide the context"),
         ({"scan_segments": 512}, "S is 512 and the context 256"),
-        ({"segments": 1}, "S is 1; it must be at least 2"),
-        ({"rank": 0}, "rank r is 0; it must be at least 3"),
-        ({"causal_rank": 2}, "rank r is 2; it must be at least 3"),
+        ({"segments": 1}, "segments is 1; it must be at least 2"),
+        ({"rank": 0}, "rank is 0; it must be at least 3"),
+        ({"causal_rank": 2}, "rank is 2; it must be at least 3"),
         ({"repeats": 0}, "repeats is 0; it must be at least 1"),
         ({"scan_maps": (4, 0)}, "scan_maps is 0; it must lie in 1"),
         ({"regions": 2}, "regions is 2; it must be at least 3"),

@@ -99,7 +99,8 @@ def test_what_cannot_be_read_is_one_line(staged: Path, call: Any, tmp_path: Path
     assert "--scans is 0" in call("inspect", staged, "--scans", "0").refusal
     assert "nonsense" in refusal(call("inspect", staged, "--device", "nonsense"))
     assert "no-such.txt" in refusal(call("inspect", staged, "--text", tmp_path / "no-such.txt"))
-    assert "--out" in refusal(call("inspect", staged, "--out", tmp_path / "no" / "page.html"))
+    nowhere = refusal(call("inspect", staged, "--out", tmp_path / "no" / "page.html"))
+    assert "name a file in a folder that exists" in nowhere
     (tmp_path / "config.json").write_text("{}")
     assert "has no weights" in refusal(call("inspect", tmp_path, "--json"))
 

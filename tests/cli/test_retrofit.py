@@ -82,8 +82,8 @@ def test_calibrated_drafts(retrofitted: Path, call: Any) -> None:
     ("words", "why"),
     [
         (["--depth", "speculate:nobody"], "names the drafter 'nobody', which is unknown; use lookup, table"),
-        (["--depth", "speculate:draft+3"], "at most one that computes its drafts"),
-        (["--depth", "speculate:lookup+lookup"], "give each once"),
+        (["--depth", "speculate:draft+3"], "at most one of them a prefix, a draft stage or a model"),
+        (["--depth", "speculate:lookup+lookup"], "it must be one or more, each once"),
         (["--depth", "speculate:draft"], "has no draft stage; make one with: topograd retrofit"),
         (["--draft", "nowhere"], "names the drafter 'nowhere', which is unknown"),
     ],

@@ -100,10 +100,10 @@ def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path)
     [
         ("--interface S=3,r=4", "S is 3 and the context 16; S must divide the context"),
         ("--interface S=32,r=4", "S is 32 and the context 16; S must divide the context"),
-        ("--interface S=4,r=0", "rank r is 0; it must be at least 3"),
+        ("--interface S=4,r=0", "rank is 0; it must be at least 3"),
         ("--interface S=4,r=x", "r is 'x'; it must be a whole number"),
-        ("--interface S=1,r=4", "segments S is 1; it must be at least 2"),
-        ("--interface S=4,r=4,pool=max", "pool 'max' is unknown; choose one of tail, mean, cumulative"),
+        ("--interface S=1,r=4", "segments is 1; it must be at least 2"),
+        ("--interface S=4,r=4,pool=max", "pool is 'max'; it must be one of tail, mean, cumulative"),
         ("--interface segments=4", "write it as S=8,r=8,pool=tail"),
         ("--interface butterfly:r=4", "interface 'butterfly' is unknown; choose one of segments, residual"),
         ("--partition 1,1,2 --interface residual:r=2/3/4", "one for each boundary: 2"),

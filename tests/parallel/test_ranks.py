@@ -11,7 +11,7 @@ from simulator import Machine
 from topograd.errors import ParallelError
 from topograd.parallel import ranks
 from topograd.parallel.ranks import ENVIRONMENT, join
-from topograd.parallel.settings import ParallelConfig
+from topograd.parallel.settings import FEW_NUMBERS, ParallelConfig
 from topograd.runs.manifest import flat_settings
 
 
@@ -84,7 +84,7 @@ def test_facts_are_flat() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("count", [2, ranks.FEW_NUMBERS + 1])
+@pytest.mark.parametrize("count", [2, FEW_NUMBERS + 1])
 def test_a_meeting_gives_every_rank_the_same_sum(world: int, count: int, launch: Any) -> None:
     """In the order of ranks, and with the messages that `benchmarks/simulator.py` counts."""
     found = launch("meeting", world, parallel=f"stages={world}", count=count).results()
@@ -92,7 +92,7 @@ def test_a_meeting_gives_every_rank_the_same_sum(world: int, count: int, launch:
     sums = [torch.tensor(result["sum"]) for result in found]
     assert all(torch.equal(one, sums[0]) for one in sums)
     assert sums[0] == pytest.approx(numbers.double().sum(0).float(), abs=1e-5)
-    parted = world > 2 and count > ranks.FEW_NUMBERS
+    parted = world > 2 and count > FEW_NUMBERS
     wide = -(-count // world) if parted else count
     for result in found:
         assert result["posted"] == (1 + parted) * (world - 1), "before anything is sent"

@@ -39,12 +39,13 @@ def test_the_tutorial_runs(
             small = ["--context", "32"] if trains else []
             assert main([*words, *small]) == 0, capsys.readouterr().err
             ran.append(verb)
-    assert ran == ["attach"] * 2 + ["finetune"] * 2 + ["generate"] * 3 + [
+    assert ran == ["attach"] * 2 + ["finetune"] * 2 + ["chat"] * 2 + [
+        "generate",
         "probe",
         "compose",
         "route",
         "route",
-        "generate",
+        "chat",
         "report",
     ]
     assert "0.0000" in capsys.readouterr().out

@@ -113,8 +113,11 @@ class Identity:
         return message
 
 
-class PreNorm(Identity):
+class PreNorm:
     """Sends h and receives h / rms(h), the RMSNorm without a gain: the direction alone."""
+
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
+        return h
 
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return F.rms_norm(message, message.shape[-1:])

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from topograd.errors import ParallelError
 from topograd.files import dump_json
-from topograd.parallel.settings import ParallelConfig, wait_for_first_rank
+from topograd.parallel.settings import FEW_NUMBERS, ParallelConfig, wait_for_first_rank
 from topograd.runs.device import usable_device
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,8 +40,6 @@ BEATS_PER_LINE = 20
 """Signs of life for each line to a person."""
 MEETING = 1 << 20
 """The tag of a `Meeting`'s messages, and the next one; edges have theirs from 1 on (`transport.py`)."""
-FEW_NUMBERS = 1024
-"""So many are sent to every rank of a `Meeting`; more are added up in parts."""
 ADDING = "adding up what ranks share"
 READING = 2.0
 """Seconds at most in which rank 0 waits for the others to read why the job ends."""

@@ -18,6 +18,8 @@ WireKind = Literal["exact", "bf16", "int8"]
 WIRES: tuple[WireKind, ...] = ("exact", "bf16", "int8")
 RANKS: Bounds = (1, 2**16)
 TIMEOUT: Bounds = (0.1, 86_400)
+FEW_NUMBERS = 1024
+"""So many are sent to every rank where ranks meet (`ranks.Meeting`); more are added up in parts."""
 LINGER = 10.0
 """Seconds in which the rank that prints an error is waited for; torchrun ends the others when it has."""
 

@@ -138,7 +138,7 @@ def write_page(
             f"cannot write {path} ({problem.strerror})",
             setting="out",
             given=str(path),
-            remedy="make room there, or make the folder writable",
+            remedy="name a file in a folder that exists, has room and can be written",
         ) from None
     return path
 
