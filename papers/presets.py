@@ -104,7 +104,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "specialist-surface": {
         "tiny": Size(0.1, seeds=1),
         "small": Size(20, seeds=3),
-        "long": Size(60, seeds=1),
+        "long": Size(20, seeds=1),
     },
     "specialist-widths": {"tiny": Size(0.1, 2, seeds=1), "small": Size(4, 80, seeds=3)},
     "image-topologies": {

@@ -21,8 +21,8 @@ there is one seed:
     and with text   what 6 layers gain on 1 is more with most N than with least N: the difference is above 0
 
 Cost: a specialist costs its layers and the readout, 6 multiply-adds a parameter and token, and Muon's steps.
-Minutes are in `presets.py`: small is the reference model with 10^4 and 10^5 tokens; long adds 10^6 with one
-seed, and SmolLM2 with 10^4 and 3 · 10^4.
+Minutes are in `presets.py`: small is the reference model with 10^4 and 10^5 tokens, three seeds; long is
+SmolLM2 with 10^4 and 3 · 10^4, one seed.
 Source: "Product of Experts" §6.6 has one depth and one size. Limits: one text; one factor for all depths;
 passes over the text (`Size.passes`) fall as it grows, so that steps grow less than tokens; windows of one
 file are not independent.
@@ -96,10 +96,7 @@ class Size:
 SIZES: Mapping[str, Mapping[str, Size]] = {
     "tiny": {"reference": Size({32: 1, 64: 1}, 16, 2, 2, (0, 1, 2))},
     "small": {"reference": Size({10**4: 8, 10**5: 2})},
-    "long": {
-        "reference": Size({10**4: 8, 10**5: 2, 10**6: 1}),
-        "smollm2": Size({10**4: 2, 3 * 10**4: 1}, batch=4, heldout=24),
-    },
+    "long": {"smollm2": Size({10**4: 2, 3 * 10**4: 1}, batch=4, heldout=24)},
 }
 
 
