@@ -126,6 +126,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(30, 1600, 48, 3),
         "long": Size(70, 1600, 48, 5),
     },
+    "interface-rank": {"tiny": Size(0.1, 4, 8, 1), "small": Size(12, 1600, 48, 3)},
     "forward-sweeps": {"tiny": Size(0.1, 2, 8, 1), "small": Size(8, 400, 48, 3)},
     "masked-encoder": {"tiny": Size(0.1, 2, 8, 1), "small": Size(7, 400, 48, 3)},
     "planted-message": {

@@ -210,6 +210,12 @@ STUDIES: Mapping[str, Study] = {
         "with a positive control, the right shallow one and tuned rates.",
         "latent_bounded_interfaces.interface_verdict",
     ),
+    "interface-rank": Study(
+        "How wide an interface must be, from a checkpoint's adjoints",
+        "The spectrum of a dense checkpoint's adjoints says which rank an interface needs. A question that "
+        "LBI, §A, leaves open.",
+        "latent_bounded_interfaces.interface_rank",
+    ),
     "forward-sweeps": Study(
         "The forward over depth in parallel sweeps",
         "With the Jacobians that a scan has anyway, Newton's method solves the forward of all regions at "
