@@ -34,12 +34,13 @@ _CHECKED: WeakKeyDictionary[Stack, set[Hashable]] = WeakKeyDictionary()
 def check_jacobian(one: Visit, J: Tensor, way: Jacobian, trimmed: bool) -> None:
     """Refuse a Jacobian (batch, n, n) that is not the visit's; what held is not tried twice."""
     regions = one.regions
+    layers = (regions.stack.layers[i] for i in regions.plan.stages[one.region].layers)
     key = (
         way,
         trimmed,
         one.region,
         tuple(planned.stage.stop for planned in regions.plan.stages),
-        tuple(module.training for module in regions.stack.modules()),
+        tuple(module.training for layer in layers for module in layer.modules()),
     )
     tried = _CHECKED.setdefault(regions.stack, set())
     if key not in tried and _is_exact(one, J, way):
