@@ -21,7 +21,8 @@ Recipes. `ours` is Muon and AdamW as `train` has them; `AdamW` is one AdamW for 
 gradients of norm 1 at most, as published. Tuned: the rates of each arm are found one after the other on a
 seed that is not judged, after a quarter of the steps: a rate is moved until both of its neighbours are worse,
 so that none lies at the end of a grid. Arms with the same parameters and task share them (`Arm.tuned_as`).
-`published, AdamW 6e-4` is not tuned: that is the paper's own.
+`AdamW 6e-4` is not tuned: that is the paper's own. Its controls have the same rate, and those of random
+prefixes see as many bytes.
 
 The trainings come in the order of what they decide: three seeds of encoders, where nothing is leaked and the
 paper's theorem holds literally, then language models, then the other seeds and arms (`order`). With what is
@@ -96,9 +97,9 @@ class Arm:
     """The arm whose rates it takes, where it has no grid of its own."""
 
     @property
-    def family(self) -> tuple[str, str, str]:
+    def family(self) -> tuple[str, bool, str, bool, str]:
         """What its controls share with it."""
-        return self.recipe, self.task, self.architecture
+        return self.recipe, self.tuned, self.task, self.prefixes, self.architecture
 
     def words(self, width: int, context: int) -> str | None:
         sizes = {"d": width, "d/2": width // 2, "d/4": width // 4, "T": context, "r": min(16, width)}
@@ -118,11 +119,17 @@ LEARNED = (
     Arm("residual, hidden, r = d/4", "residual:r={d/4},basis=hidden", tuned_as="dense"),
     Arm("residual, adjoints, r = d/4", "residual:r={d/4},basis=adjoints", tuned_as="dense"),
 )
-PREFIXES = (Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),)
+PREFIXES = (
+    Arm("dense, random prefixes", prefixes=True, tuned_as="dense"),
+    Arm("shallow, random prefixes", shallow=True, prefixes=True, tuned_as="shallow"),
+    Arm("published, random prefixes", "published:r={r}", prefixes=True, tuned_as="published"),
+)
 AUTHORS = (
     Arm("dense, AdamW", recipe="AdamW"),
     Arm("shallow, AdamW", shallow=True, recipe="AdamW"),
     Arm("published, AdamW", "published:r={r}", recipe="AdamW"),
+    Arm("dense, AdamW 6e-4", recipe="AdamW", tuned=False),
+    Arm("shallow, AdamW 6e-4", shallow=True, recipe="AdamW", tuned=False),
     Arm("published, AdamW 6e-4", "published:r={r}", recipe="AdamW", tuned=False),
 )
 ENCODERS = (
