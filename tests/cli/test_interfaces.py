@@ -86,6 +86,7 @@ def test_a_rank_of_its_own_for_every_boundary(size: list[str], tmp_path: Path, c
     found = call("interfaces", "analyse", trained(tmp_path / "run", *size, *words), "--json").json
     assert len(found["local_norm"]) == 1
     assert found["plan"]["seconds"]["scan"] > 0
+    assert found["plan"]["best"] == "handed", "ranks scan alike interfaces only"
 
 
 def test_a_run_on_images(tmp_path: Path, call: Any) -> None:
@@ -94,6 +95,9 @@ def test_a_run_on_images(tmp_path: Path, call: Any) -> None:
     found = call("interfaces", "analyse", folder, "--json").json
     assert len(found["local_norm"]) == 1
     assert len(found["ablation"]["shuffled"]) == 2
+    assert found["plan"]["train"] == "--backward autograd", "images are trained in one process"
+    refusal = call("interfaces", "analyse", folder, "--workers", 2).refusal
+    assert "--workers is 2; it must be 1, for images are trained in one process" in refusal
     ranks = call("interfaces", "rank", folder, "--windows", 64, "--json").json
     assert [(one["layer"], one["width"]) for one in ranks["boundaries"]] == [(1, 16), (2, 16)]
     assert all(0 < one["rank_90"] <= one["rank_99"] <= 16 for one in ranks["boundaries"])

@@ -57,6 +57,23 @@ def test_eval_reports_the_masked_cross_entropy_that_training_did(encoder: Path, 
     assert "accuracy" in call("eval", encoder).out
 
 
+def test_a_run_begins_with_an_encoder_and_with_nothing_else(
+    encoder: Path, backprop: Path, size: list[str], tmp_path: Path, call: Any
+) -> None:
+    words = ["--partition", "1,1", "--interface", "published:r=4", "--steps", "1", "--out", tmp_path / "run"]
+    refusal = call("train", "--task", "masked", *size, *words, "--init", backprop).refusal
+    assert "a run on text; give one on masked" in refusal
+    found = call("train", "--task", "masked", *size, *words, "--init", encoder, "--json").json
+    assert found["masked_ce"]["prediction"] < 7
+    assert open_run(tmp_path / "run").config.model.task == "masked"
+
+
+def test_it_is_compared_with_its_kind_alone(encoder: Path, backprop: Path, call: Any) -> None:
+    assert len(call("compare", encoder, encoder, "--json").json["runs"]) == 2
+    refusal = call("compare", encoder, backprop).refusal
+    assert "some of these runs are on masked, some on text; compare runs of one kind" in refusal
+
+
 def test_a_run_goes_on_exactly(size: list[str], tmp_path: Path, call: Any) -> None:
     words = ["train", "--task", "masked", *size, *SMALL, "--partition", "2"]
     whole = call(*words, "--out", tmp_path / "whole", "--json").json

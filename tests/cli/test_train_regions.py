@@ -33,6 +33,8 @@ def test_regions_train_stop_resume_and_write(
     assert text.out.startswith("loss")
     only = call("generate", tmp_path / "run", "--prompt", "loss", "--tokens", "20", "--depth", "prefix:1")
     assert only.out == text.out, "one region predicts, and it is the whole model"
+    refusal = call("generate", tmp_path / "run", "--prompt", "loss", "--depth", "wand").refusal
+    assert "of regions the last alone has a loss; use depth full or speculate:lookup" in refusal
     refusal = call("generate", tmp_path / "run", "--prompt", "loss", "--depth", "prefix:2").refusal
     assert "exit 2 does not exist; the model has 1 stage" in refusal
 
@@ -101,6 +103,8 @@ def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path)
         ("--interface S=3,r=4", "S is 3 and the context 16; S must divide the context"),
         ("--interface S=32,r=4", "S is 32 and the context 16; S must divide the context"),
         ("--interface S=4,r=0", "rank is 0; it must be at least 3"),
+        ("--interface S=4,r=2000000", "gradient, and at most 1048576"),
+        ("--task masked --interface published:r=10000000000", "gradient, and at most 1048576"),
         ("--interface S=4,r=x", "r is 'x'; it must be a whole number"),
         ("--interface S=1,r=4", "segments is 1; it must be at least 2"),
         ("--interface S=4,r=4,pool=max", "pool is 'max'; it must be one of tail, mean, cumulative"),

@@ -24,6 +24,7 @@ from topograd.topology.plan import Plan
 
 VOCAB, WIDTH, CONTEXT = 17, 16, 20
 CHAIN, REGIONS = Topology.chain("1,2,1"), Topology.regions("1,2,1")
+CANVAS = Topology.regions("1,2,1", canvas=1)
 
 
 def gpt(architecture: str = "transformer", interfaces: bool = False, **more: Any) -> GPT:
@@ -66,6 +67,8 @@ CASES: dict[str, tuple[Stack, Topology]] = {
     "relays that look back": (gpt(interfaces=True).for_decoding(), REGIONS),
     "recurrent, relays that look back": (gpt("mamba2", interfaces=True), REGIONS),
     "from start, relays that look back": (stateless(interfaces=True), REGIONS),
+    "a canvas of layers": (gpt(interfaces=True).for_decoding(), CANVAS),
+    "recurrent, a canvas of layers": (gpt("hybrid", interfaces=True), CANVAS),
     "cover": (gpt().for_decoding(), Topology.cover([(0, 3), (1, 3), (2, 4)])),
 }
 

@@ -149,6 +149,12 @@ def test_a_packed_copy_computes_the_same_on_any_leading_shape() -> None:
         close(twin(ids), net.eval()(ids), 1e-14)
 
 
+def test_a_packed_layer_of_no_rows_gives_none() -> None:
+    """As an interface's that is read before its first segment is over."""
+    twin = packed(nn.Sequential(nn.Linear(4, 3)))
+    assert twin(torch.empty(1, 0, 4)).shape == (1, 0, 3)
+
+
 def test_a_packed_copy_shares_all_but_the_matrices_and_leaves_the_original_as_it_was() -> None:
     net = Net()
     names = [name for name, _ in net.named_modules()]

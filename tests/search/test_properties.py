@@ -310,6 +310,14 @@ def test_edges_show_what_their_relay_does_to_the_rank() -> None:
     assert all(r.after <= 3 + 1e-9 < r.before for r in ranks["low-rank"])
 
 
+def test_an_interface_that_says_nothing_leaves_its_canvas_of_layers() -> None:
+    stack, plan = model(Topology.regions("2,1,1", "S=2,r=3", canvas=2))
+    for relay in stack.learned_relays().values():
+        torch.nn.init.zeros_(relay.get_parameter("decode.outer.weight"))
+    after = {(r.stage, r.relay): r.after for r in edge_ranks(stack, plan, text().inputs)}
+    assert after[1, "interface-1"] == after[1, "canvas"] == after[2, "interface-2"]
+
+
 def relayed(kind: str) -> tuple[GPT, Plan]:
     return model(Topology.chain("1,1,2").with_relays(kind))
 

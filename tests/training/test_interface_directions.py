@@ -23,7 +23,7 @@ from topograd.runs.session import open_session
 from topograd.runs.tune_config import TuneConfig
 from topograd.topology.dag import Topology
 from topograd.training.interface_directions import begin_interfaces, boundary_rows, leading_directions
-from topograd.training.runs import start
+from topograd.training.runs import resume, start
 
 WIDTH, VOCAB = 8, 11
 
@@ -124,6 +124,18 @@ def test_a_run_that_is_trained_on_keeps_those_of_its_base(
     start(tuned, tmp_path / "tuned").train()
     before, after = (open_session(tmp_path / name).stack for name in ("base", "tuned"))
     torch.testing.assert_close(bases(before), bases(after), rtol=0, atol=0)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_keeps_those_of_its_base(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    topology = replace(config.topology, interface="residual:r=4,basis=hidden")
+    config = replace(config, topology=topology, steps=1)
+    start(config, tmp_path / "base").train()
+    start(replace(config, init=str(tmp_path / "base"), seed=1), tmp_path / "tuned")
+    resumed = resume(tmp_path / "tuned").task.stack
+    before = open_session(tmp_path / "base").stack
+    torch.testing.assert_close(bases(before), bases(resumed), rtol=0, atol=0)
 
 
 def test_gradients_of_a_lora_are_those_of_autograd() -> None:

@@ -32,13 +32,13 @@ def run(argv: list[str]) -> int:
     from topograd.convert.model_argument import resolve_model
 
     runs = [results_of(resolve_model(model)) for model in args.models]
-    kinds = {measure_of(results) for _, results in runs}
-    if len(kinds) > 1:
+    tasks = sorted({config.model.task for config, _ in runs})
+    if len(tasks) > 1:
         raise ConfigError(
-            "some of these runs were trained on images and some on text", remedy="compare runs of one kind"
+            f"some of these runs are on {', some on '.join(tasks)}", remedy="compare runs of one kind"
         )
     comparison = compare(runs)
-    note_other_data([config for config, _ in runs], "accuracies" if "accuracy" in kinds else "bits per byte")
+    note_other_data([config for config, _ in runs], "bits per byte" if tasks == ["text"] else "accuracies")
     steps = [row["steps"] for row in comparison["runs"]]
     if len(set(steps)) > 1:
         note(

@@ -38,7 +38,7 @@ class Analyse:
     windows: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Held-out windows of the model's context, or images, that are read, at least 2; the batch of a plan."""
     workers: Annotated[int | None, tyro.conf.arg(metavar="P")] = None
-    """Workers of the plan; without it, one for each region."""
+    """Workers of the plan; without it, one for each region, and one for a model of images."""
     microbatches: Annotated[int, tyro.conf.arg(metavar="M")] = 1
     """Micro-batches of a step in the plan."""
     latency: Annotated[float, tyro.conf.arg(metavar="MS")] = 0.1
@@ -87,9 +87,11 @@ def _analyse(args: Analyse) -> None:
     check_numbers(args, microbatches=(1, 2**20), latency=(0.0, 1e6), mbit=(1e-6, 1e9))
     session, inputs, targets = _opened(args.model, args.windows, 2)
     stack, topology = session.stack, session.plan.topology
-    most = len(topology.stages)
+    images = session.config.model.task == "images"
+    most = 1 if images else len(topology.stages)
     fits = args.workers is None or 1 <= args.workers <= most
-    check_rules(args, workers=(fits, f"in 1..{most}, the model's regions"))
+    why = "1, for images are trained in one process" if images else f"in 1..{most}, the model's regions"
+    check_rules(args, workers=(fits, why))
     measured = counted("parts of the analysis")
     measured(0, 4)
     found = analyse(stack, topology, inputs, targets)
@@ -102,7 +104,7 @@ def _analyse(args: Analyse) -> None:
     except TopologyError as error:
         found["path_past_interfaces"] = str(error)
     measured(3, 4)
-    found["plan"] = _plan(args, session, inputs, targets)
+    found["plan"] = _plan(args, session, inputs, targets, args.workers or most)
     if args.json:
         print_json({"run": str(args.model), **found})
         return
@@ -125,13 +127,14 @@ def _analyse(args: Analyse) -> None:
     out().print(f"shortest with these interfaces: {plan['best']}, train {plan['train']}")
 
 
-def _plan(args: Analyse, session: LoadedRun, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-    """The schedule for the workers that are asked for, from times that are measured here and now."""
+def _plan(args: Analyse, session: LoadedRun, inputs: Tensor, targets: Tensor, workers: int) -> dict[str, Any]:
+    """The schedule for so many workers, from times that are measured here and now."""
     import torch
 
     from topograd.interfaces.region_events import planned
     from topograd.interfaces.region_times import region_times
     from topograd.interfaces.regions import Regions
+    from topograd.parallel.layout import deal
 
     regions = Regions.of(session.stack, session.plan)
     with torch.no_grad():
@@ -140,8 +143,9 @@ def _plan(args: Analyse, session: LoadedRun, inputs: Tensor, targets: Tensor) ->
     each = message.element_size()
     sizes = (each * message.numel(), each * message.numel() * message[0].numel(), each * x0.numel())
     times = region_times(regions, inputs, targets, session.config.topology.jacobian)
-    workers = regions.count if args.workers is None else args.workers
-    return planned(regions.count, workers, args.microbatches, times, sizes, args.mbit, args.latency / 1000)
+    owners = deal([len(stage.layers) for stage in regions.plan.stages], workers)
+    latency = args.latency / 1000
+    return planned(owners, args.microbatches, times, sizes, args.mbit, latency, regions.alike)
 
 
 def _table(title: str, first: str, start: int, columns: dict[str, list[float]]) -> Table:

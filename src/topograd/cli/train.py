@@ -175,12 +175,12 @@ def _shaped_like(config: TrainConfig, model: str, small: bool, held: bool) -> Tr
     from topograd.runs.folder import Run
 
     base = TrainConfig.from_dict(Run.open(resolve_model(model)).read_config())
-    if base.model.task != "text":
+    if base.model.task != config.model.task:
         raise ConfigError(
             f"init is {model}, a run on {base.model.task}",
             setting="init",
             given=model,
-            remedy="give one on text",
+            remedy=f"give one on {config.model.task}",
         )
     config = replace(config, model=base.model, tokenizer=base.tokenizer)
     config = replace(config, init=model, data=config.data or base.data)

@@ -215,7 +215,10 @@ def check_exits(plan: Plan) -> None:
         raise ConfigError(problem, setting="depth", remedy="use depth full")
     if len(plan.predicting()) < 2:
         problem = f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}"
-        remedy = "early exits and drafts need at least 2: train or import it with --partition, as 2,2"
+        way = "train or import it with --partition, as 2,2"
+        if plan.topology.interface is not None:
+            way = "of regions the last alone has a loss; use depth full or speculate:lookup"
+        remedy = f"early exits and drafts need at least 2: {way}"
         raise ConfigError(problem, setting="partition", remedy=remedy)
 
 

@@ -54,10 +54,7 @@ def run_stage(
     horizon, rows = _needed(stack, planned, ctx) if lean and cache is None else (None, None)
     if horizon is not None:
         ctx = stack.layer_context(ctx.x0[:, :horizon], ctx.inputs[:, :horizon])
-    h, heard = None, ctx
-    for (output, _), message in zip(planned.inputs, messages, strict=True):
-        if output.relay == CANVAS:
-            heard = replace(ctx, x0=message[:, :horizon])
+    h, heard = None, on_canvas(planned, messages, ctx, horizon)
     for (output, _), message in zip(planned.inputs, messages, strict=True):
         if output.relay == CANVAS:
             continue
@@ -100,6 +97,16 @@ def run_stage(
                 relay.send(out, first) if cache is None else cache.send(relay, output, out, first, ctx)
             )
     return h, sent
+
+
+def on_canvas(
+    planned: PlannedStage, messages: Sequence[Tensor], ctx: LayerContext, horizon: int | None = None
+) -> LayerContext:
+    """The context in which a stage's relays receive: x0 is the canvas that it reads, where it reads one."""
+    for (output, _), message in zip(planned.inputs, messages, strict=True):
+        if output.relay == CANVAS:
+            ctx = replace(ctx, x0=message[:, :horizon])
+    return ctx
 
 
 def _needed(stack: Stack, planned: PlannedStage, ctx: LayerContext) -> tuple[int | None, Tensor | None]:

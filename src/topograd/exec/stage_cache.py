@@ -15,7 +15,7 @@ Limits: inside `torch.inference_mode()`; one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from topograd.nn.layer_state import History, LayerState
@@ -213,5 +213,5 @@ class StageCache:
         spans, parts = ctx.spans, []
         for place, columns, own in zip(spans.places, spans.slices(), spans.contexts, strict=True):
             history = self._states[place].histories[output].append(values[:, columns])
-            parts.append(act(history, own))
+            parts.append(act(history, replace(own, x0=ctx.x0[:, columns])))  # x0 or a canvas of layers
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -7,7 +7,8 @@
 `silenced` changes what one region hears, and `ablated` gives the loss for each way and boundary, less the
 loss with the messages as they are: nats a target, near 0 where nobody listens. Cost: a forward for each.
 Limits: rows are changed within a batch, so it needs at least two; a message of zeros is one that a region may
-never have seen, so `zero` may cost more than the message is worth.
+never have seen, so `zero` may cost more than the message is worth. The residual form sends the canvas's share
+with its message (`nn/residual_interface.py`), and both are silenced.
 """
 
 from __future__ import annotations

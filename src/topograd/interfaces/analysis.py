@@ -24,7 +24,8 @@ O(K B n³) for the singular values: ask every so many steps, not at each.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", appendix F (Figure 3 and Table 7,
 which average over regions; whole spectra and ranks it leaves to future work). The effective rank is that of
 Roy and Vetterli, "The effective rank: a measure of effective dimensionality".
-Limits. In float32 a singular value below 1e-7 of the largest is rounding.
+Limits. In float32 a singular value below 1e-7 of the largest is rounding. The residual form's messages have
+the canvas's share in them, so they vary with the data even where a region adds nothing.
 """
 
 from __future__ import annotations

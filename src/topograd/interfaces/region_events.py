@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ def region_span(
             for key in [key for key in asleep if key in arrived]:
                 since, waiting = asleep.pop(key)
                 heapq.heappush(ready, (max(since, arrived[key]), waiting))
-        if isinstance(wanted, float):
+        if not isinstance(wanted, tuple):
             done = max(now, heapq.heappop(free)) + wanted
             heapq.heappush(free, done)
             heapq.heappush(ready, (done, p))
@@ -165,19 +165,21 @@ def plan_schedules(
 
 
 def planned(
-    regions: int,
-    ranks: int,
+    owners: Sequence[int],
     microbatches: int,
     times: RegionTimes,
     sizes: tuple[int, int, int],
     mbit: float,
     latency: float,
+    alike: bool = True,
 ) -> dict[str, Any]:
-    """The spans of all schedules on `ranks` ranks, and the shortest as words of `train`.
+    """The spans of all schedules, and the shortest that can be run as words of `train`.
 
-    `times` are of one region without links, `sizes` the bytes of a message, a product and a hidden state.
+    `owners` has the rank of each region. `times` are of one region without links, `sizes` the bytes of a
+    message, a product and a hidden state. Interfaces that are not `alike` are scanned on one rank only.
     """
-    most = -(-regions // ranks)
+    ranks = owners[-1] + 1
+    most = max(owners.count(rank) for rank in range(ranks))
     wire, product, hidden = (8 * size / (mbit * 1e6) for size in sizes)
     here = replace(
         times,
@@ -189,18 +191,20 @@ def planned(
         latency=latency,
     )
     found = plan_schedules(ranks, microbatches, here, hidden)
-    best = min(("handed", "scan", "hybrid"), key=lambda name: found[name][0])  # of equal ones the first
-    carried = (found["hybrid"][1] or 0) * most
+    runnable = ("handed", "scan", "hybrid") if alike or ranks == 1 else ("handed",)
+    best = min(runnable, key=lambda name: found[name][0])  # of equal ones the first
+    begins = ranks - 1 - (found["hybrid"][1] or 0)  # the rank at which the scan begins
     words = {
         "handed": "--backward autograd",
         "scan": "--backward scan",
-        "hybrid": f"--backward hybrid --carried {carried}",
+        "hybrid": f"--backward hybrid --carried {len(owners) - 1 - owners.index(begins)}",
     }
     parallel = f" --parallel stages={ranks}" if ranks > 1 else ""
+    accumulate = f" --accumulate {microbatches}" if microbatches > 1 else ""
     return {
         "workers": ranks,
         "microbatches": microbatches,
         "seconds": {name: span if span < math.inf else None for name, (span, _) in found.items()},
         "best": best,
-        "train": words[best] + parallel,
+        "train": words[best] + parallel + accumulate,
     }

@@ -59,6 +59,11 @@ class Regions:
         """K, how many regions there are."""
         return len(self.plan.stages)
 
+    @property
+    def alike(self) -> bool:
+        """Whether all interfaces have the same settings."""
+        return len({str(relay.settings) for relay in self.relays}) == 1
+
     def visit(self, region: int, message: Tensor, ctx: LayerContext) -> Tensor:
         """m_{k+1} = R_k(m_k) of a region that is not the last, at the positions that are read."""
         planned = self.plan.stages[region]

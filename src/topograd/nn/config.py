@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from topograd.errors import ConfigError, StackError
 from topograd.limits import check_rules
-from topograd.nn.interface_config import MIN_RANK, WHY_RANK, check_fields, parse_settings
+from topograd.nn.interface_config import MAX_RANK, MIN_RANK, RANKS, check_fields, parse_settings
 from topograd.nn.spec import ModelSpec, Task
 from topograd.nn.transformer.config import Activation, BlockConfig, Traits
 from topograd.registry import Registry
@@ -281,7 +281,7 @@ class SegmentInterface:
             self,
             pool=(self.pool in get_args(Pool), f"one of {', '.join(get_args(Pool))}"),
             maps=(self.maps in get_args(Maps), f"one of {', '.join(get_args(Maps))}"),
-            rank=(MIN_RANK <= self.rank <= MAX_SIZE, f"at least {MIN_RANK}, {WHY_RANK}"),
+            rank=(MIN_RANK <= self.rank <= MAX_RANK, RANKS),
             causal=(self.causal or whole, "true, unless S=1 and pool=mean"),
             segments=(self.segments >= 2 or not self.causal, "at least 2"),
         )

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 Basis = Literal["fixed", "learned", "hidden", "adjoints"]
 Read = Literal["both", "message"]
 MIN_RANK = 3
-WHY_RANK = "for a LayerNorm of fewer numbers passes no gradient"
+MAX_RANK = 2**20
+RANKS = f"at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient, and at most {MAX_RANK}"
 
 
 class InterfaceSettings(Protocol):
@@ -225,7 +226,7 @@ class PublishedInterface:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            rank=(self.rank >= MIN_RANK, f"at least {MIN_RANK}, {WHY_RANK}"),
+            rank=(MIN_RANK <= self.rank <= MAX_RANK, RANKS),
             read=(self.read in get_args(Read), f"one of {', '.join(get_args(Read))}"),
         )
 

@@ -62,7 +62,7 @@ class _AnyShape(MklLinear):
         return self.matrix.t()
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
 
 
 def _blocks(weight: Tensor) -> Tensor | None:

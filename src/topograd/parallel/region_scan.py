@@ -68,7 +68,7 @@ class RegionScan(Scan):
 
     def begin(self, graph: StepGraph) -> None:
         super().begin(graph)
-        if len({str(relay.settings) for relay in self._regions.relays}) > 1:
+        if not self._regions.alike:
             raise ConfigError(
                 setting="interface",
                 given=graph.plan.topology.interface,

@@ -43,7 +43,7 @@ from topograd.data.windows import Text
 from topograd.decode.calibration.measure import Calibration, Readings
 from topograd.decode.calibration.policy import agreement, exits, thresholds
 from topograd.errors import ConfigError
-from topograd.exec.forward import run_stage
+from topograd.exec.forward import on_canvas, run_stage
 from topograd.exec.late import LateQueue
 from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
@@ -307,7 +307,8 @@ def _received(
     for planned in plan.stages:
         ports = [port for port, _ in planned.inputs]
         messages = [x0 if port.source == EMBEDDING else sent[port] for port in ports]
-        got = [stack.relay(port.relay).receive(m, ctx) for port, m in zip(ports, messages, strict=True)]
+        heard = on_canvas(planned, messages, ctx)
+        got = [stack.relay(port.relay).receive(m, heard) for port, m in zip(ports, messages, strict=True)]
         readings.append((planned, list(zip(ports, messages, got, strict=True))))
         sent.update(run_stage(stack, planned, messages, ctx)[1])
     return readings

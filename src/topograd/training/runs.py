@@ -144,8 +144,13 @@ class RunTask(Task):
         if self.average is not None:
             self.average.connect()
 
-    def begin_interfaces(self) -> None:
-        """Give interfaces the directions that they take from data; the run's batches begin as they would."""
+    def begin(self, base: LoadedRun | None) -> None:
+        """Take the weights of a base, and give interfaces the directions that they take from data, but for a
+        base with interfaces of its own; the run's batches begin as they would."""
+        if base is not None:
+            begin_from(self.stack, base)
+            if base.config.topology.interface is not None:
+                return
         position = self.loader.position
         steps = STEPS if self.config.init is None else 0
         if begin_interfaces(self.stack, self.plan, self.config.optimizer, self.loader, steps):
@@ -315,10 +320,7 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
         config, None if base is None or config.model.task == "images" else read_tokenizer(base.run)
     )
     task = (make or TASKS[config.search.kind])(run, config, data)  # first: what does not fit is refused
-    if base is not None:
-        begin_from(task.stack, base)
-    if base is None or base.config.topology.interface is None:  # else it has directions of its own
-        task.begin_interfaces()
+    task.begin(base)
     if isinstance(data, Prepared):
         bind_tokenizer(run, data.tokenizer)
         if base is not None and config.tune.keeps_base:
@@ -345,11 +347,11 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
     if checkpoint is not None:
         trainer.load(checkpoint)
         return trainer
-    if config.init is not None:
-        store = run.store
-        based = store.open_base() if isinstance(store, DeltaStore) else open_run(config.init)
-        begin_from(task.stack, based)
-    task.begin_interfaces()
+    if config.init is None:
+        base = None
+    else:
+        base = run.store.open_base() if isinstance(run.store, DeltaStore) else open_run(config.init)
+    task.begin(base)
     return trainer
 
 
