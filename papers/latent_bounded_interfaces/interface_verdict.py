@@ -323,8 +323,8 @@ def measure(arm: Arm, config: TrainConfig, optimizer: OptimizerConfig) -> Row:
 def message_spreads(stack: Stack, plan: Plan, inputs: Tensor) -> list[float]:
     """The spread of each boundary's messages over these rows."""
     x0 = stack.embed(inputs)
-    messages = Regions.of(stack, plan).messages(x0, stack.layer_context(x0, inputs))
-    return [message_spread(message).item() for message in messages]
+    told = Regions.of(stack, plan).told(x0, stack.layer_context(x0, inputs))
+    return [message_spread(message).item() for message in told]
 
 
 def _cut(inputs: Tensor, targets: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:

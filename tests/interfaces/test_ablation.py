@@ -7,13 +7,15 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from topograd.exec.forward import stage_logits
 from topograd.interfaces.ablation import Silence, ablated, silenced
+from topograd.interfaces.regions import Regions
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.interface_config import parse_interface
+from topograd.nn.stack import LayerContext
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -75,3 +77,26 @@ def test_a_region_that_does_not_listen_loses_nothing() -> None:
         stack.relay("interface-2").decode.outer.weight.zero_()  # type: ignore[attr-defined]
     costs = ablated(stack, CHAIN, *batch())
     assert all(max(abs(cost) for cost in one) == 0 for one in costs.values()), "nor what comes before it"
+
+
+class Nothing(nn.Module):
+    """A layer that adds nothing."""
+
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        return h
+
+
+@pytest.mark.parametrize("form", ["residual:r=3", "residual:r=3,bypass=0.5", "residual:r=3,basis=learned"])
+def test_the_canvas_is_not_silenced(form: str) -> None:
+    """Regions that add nothing tell nothing, though a residual form sends the canvas's share."""
+    stack, (inputs, targets) = model(form), batch()
+    stack.layers = nn.ModuleList(Nothing() for _ in stack.layers)
+    regions = Regions.of(stack, CHAIN)
+    with torch.no_grad():
+        x0 = stack.embed(inputs)
+        ctx = stack.layer_context(x0, inputs)
+        sent, told = regions.messages(x0, ctx), regions.told(x0, ctx)
+    assert all(message.abs().max() > 0.1 for message in sent)
+    assert all(message.abs().max() < 1e-12 for message in told)
+    costs = ablated(stack, CHAIN, inputs, targets)
+    assert all(abs(cost) < 1e-12 for one in costs.values() for cost in one)

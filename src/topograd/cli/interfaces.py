@@ -84,7 +84,7 @@ def _analyse(args: Analyse) -> None:
     from topograd.interfaces.analysis import analyse
     from topograd.interfaces.separator import check_separator
 
-    check_numbers(args, microbatches=(1, 2**20), latency=(0.0, 1e6), mbit=(1e-6, 1e9))
+    check_numbers(args, microbatches=(1, 2**14), latency=(0.0, 1e6), mbit=(1e-6, 1e9))
     session, inputs, targets = _opened(args.model, args.windows, 2)
     stack, topology = session.stack, session.plan.topology
     images = session.config.model.task == "images"

@@ -7,8 +7,8 @@
 `silenced` changes what one region hears, and `ablated` gives the loss for each way and boundary, less the
 loss with the messages as they are: nats a target, near 0 where nobody listens. Cost: a forward for each.
 Limits: rows are changed within a batch, so it needs at least two; a message of zeros is one that a region may
-never have seen, so `zero` may cost more than the message is worth. The residual form sends the canvas's share
-with its message (`nn/residual_interface.py`), and both are silenced.
+never have seen, so `zero` may cost more than the message is worth. What the canvas alone would send, as the
+residual form does (`BoundedRelay.empty`), stays.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ def silenced(stack: Stack, how: Silence, name: str | None = None) -> Iterator[No
     plain = relay.receive
 
     def receive(message: Tensor, ctx: LayerContext) -> Tensor:
+        empty = relay.empty(ctx)
+        told = message - empty
         if how == "zero":
-            changed = torch.zeros_like(message)
+            told = torch.zeros_like(told)
         elif how == "shuffled":
-            changed = message.roll(1, 0)
+            told = told.roll(1, 0)
         else:
-            changed = message.mean(0, keepdim=True).expand_as(message)
-        result: Tensor = plain(changed, ctx)
+            told = told.mean(0, keepdim=True).expand_as(told)
+        result: Tensor = plain(empty + told, ctx)
         return result
 
     relay.receive = receive

@@ -24,8 +24,7 @@ O(K B n³) for the singular values: ask every so many steps, not at each.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", appendix F (Figure 3 and Table 7,
 which average over regions; whole spectra and ranks it leaves to future work). The effective rank is that of
 Roy and Vetterli, "The effective rank: a measure of effective dimensionality".
-Limits. In float32 a singular value below 1e-7 of the largest is rounding. The residual form's messages have
-the canvas's share in them, so they vary with the data even where a region adds nothing.
+Limits. In float32 a singular value below 1e-7 of the largest is rounding.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -
     assert scan.adjoints is not None, "the scan engine shows its adjoints"
     with torch.no_grad():
         x0 = stack.embed(inputs)
-        messages = regions.messages(x0, stack.layer_context(x0, inputs))
+        messages = regions.told(x0, stack.layer_context(x0, inputs))
         ranks = [message_rank(m).item() for m in messages]
         spreads = [message_spread(m).item() for m in messages]
     batch, n = scan.adjoints.shape[1:]

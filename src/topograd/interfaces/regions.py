@@ -85,6 +85,13 @@ class Regions:
             sent.append(self.visit(region, sent[-1], ctx))
         return sent
 
+    def told(self, x0: Tensor, ctx: LayerContext) -> list[Tensor]:
+        """The messages, less what regions send that add nothing to their canvas."""
+        _, after = self.first(x0, ctx)
+        canvas = ctx if after.canvas is None else replace(ctx, x0=after.canvas)
+        messages = self.messages(x0, ctx)
+        return [message - relay.empty(canvas) for message, relay in zip(messages, self.relays, strict=True)]
+
 
 def _check_root(plan: Plan, relay: BoundedRelay) -> None:
     """A form whose canvas makes a state is read by region 0 too."""

@@ -77,6 +77,10 @@ class BoundedRelay(nn.Module, ABC):
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         """The region's input."""
 
+    def empty(self, ctx: LayerContext) -> Tensor:
+        """The message of regions that add nothing to their canvas."""
+        return ctx.x0.new_zeros(())
+
     def parameters_by_end(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The parameters that `send` uses, and those that `receive` uses: on ranks each end keeps its own."""
         every = list(self.parameters())

@@ -64,6 +64,9 @@ class ResidualRelay(BoundedRelay):
     def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h if self.settings.bypass else h @ self.directions()
 
+    def empty(self, ctx: LayerContext) -> Tensor:
+        return self.send(ctx.x0, None)
+
     def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         U, bypass = self.directions(), self.settings.bypass
         if not bypass:
