@@ -13,7 +13,8 @@ checkpoints are those of every training (`runs/workspace.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,20 @@ class Run(Workspace):
                 f"{folder} holds {foreign[0]!r} and is no run", setting="folder", remedy="pass another folder"
             )
         return run
+
+    @classmethod
+    @contextmanager
+    def creating(cls, folder: Path | str) -> Iterator[Run]:
+        """A new run; where the block that makes it fails, no empty folder is left behind."""
+        there = Path(folder).exists()
+        run = cls.create(folder)
+        try:
+            yield run
+        except BaseException:
+            if not there:
+                with suppress(OSError):
+                    run.folder.rmdir()
+            raise
 
     @classmethod
     def open(cls, folder: Path | str) -> Run:
