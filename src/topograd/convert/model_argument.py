@@ -31,7 +31,7 @@ from topograd.data.cache import InUse, default_cache, prune_entries
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import RunError
 from topograd.files import dump_json, lock_file, sha256
-from topograd.runs.folder import Run
+from topograd.runs.folder import Run, models_below
 
 MAX_MODELS = 16
 MAX_BYTES = 2**36
@@ -62,7 +62,7 @@ def resolve_model(model: Path | str) -> Path:
                 return _converted(source)
         what = 'the file does not begin with "GGUF"'
     problem = f"there is no model at {source}: {what}"
-    remedy = f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
+    remedy = models_below(source) or f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
     raise RunError(problem, setting="model", given=str(source), remedy=remedy)
 
 

@@ -31,6 +31,18 @@ BASE = "base.json"
 """What a run is known by that fine-tunes another (`delta_store.py`)."""
 
 
+def models_below(folder: Path) -> str:
+    """What to give instead of a folder that only holds models, as that of a search; empty if it has none.
+
+    Hugging Face's own folders of checkpoints count too.
+    """
+    patterns = ("*/config.toml", "*/*/config.toml", "*/config.json")
+    found = sorted(file.parent for pattern in patterns for file in folder.glob(pattern))
+    if not found:
+        return ""
+    return f"give {found[0]}" if len(found) == 1 else f"give one of its {len(found)} models, as {found[0]}"
+
+
 @dataclass(frozen=True)
 class Run(Workspace):
     """The folder of one run. Make one with `Run.create` or `Run.open`."""
@@ -85,9 +97,8 @@ class Run(Workspace):
             what = "is a file" if run.folder.exists() else "does not exist"
             raise RunError(f"there is no run at {folder}: it {what}", setting="folder", given=str(folder))
         if not run.config_file.is_file():
-            raise RunError(
-                f"{folder} is not a run: it has no config.toml", setting="folder", given=str(folder)
-            )
+            problem, remedy = f"{folder} is not a run: it has no config.toml", models_below(run.folder)
+            raise RunError(problem, setting="folder", given=str(folder), remedy=remedy)
         return run
 
     @property
