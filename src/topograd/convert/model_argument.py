@@ -62,7 +62,9 @@ def resolve_model(model: Path | str) -> Path:
                 return _converted(source)
         what = 'the file does not begin with "GGUF"'
     problem = f"there is no model at {source}: {what}"
-    remedy = models_below(source) or f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
+    remedy = (
+        models_below(source) or f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
+    )
     raise RunError(problem, setting="model", given=str(source), remedy=remedy)
 
 
