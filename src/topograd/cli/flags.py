@@ -223,7 +223,9 @@ def _check_known(flags: Mapping[str, Flag], argv: Sequence[str], see: str) -> No
         name = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and len(word) > 2 and name not in known:
             rest = takewhile(lambda other: not other.startswith("-"), argv[place + 1 :])
-            ends = [flag for flag in known if flag.endswith(f".{name.removeprefix('--')}")]
+            last = name.removeprefix("--")
+            ends = [flag for flag in known if flag.endswith(f".{last}")]
+            ends = ends or [flag for flag in named if f".{last}-" in flag]  # --lr
             meant = ends or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f" (did you mean {meant[0]}?)" if meant else ""
             raise ConfigError(f"Unrecognized options: {', '.join([word, *rest])}{hint}", remedy=see)

@@ -266,7 +266,8 @@ def _route(args: Route) -> int:
         answer |= {"prompt": args.prompt, "specialists": dict(chosen)}
     else:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):  # before long work
-            raise RunError(setting="out", given=args.out, allowed="an empty folder, or a new one")
+            problem, remedy = f"{args.out} is taken", "give an empty folder, or a new one"
+            raise RunError(problem, setting="out", given=args.out, remedy=remedy)
         texts = list(args.texts(pool.attached).values())
         work = args.out.with_name(f"{args.out.name}.work")
         router, found = train_router(pool.attached, texts, args.seed, work)

@@ -24,7 +24,7 @@ from topograd.parallel.settings import (
     started_processes,
     wait_for_first_rank,
 )
-from topograd.runs.config import TrainConfig, preset, tuning
+from topograd.runs.config import PRESETS, TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
     from topograd.training.runs import RunTrainer
@@ -127,6 +127,8 @@ def _read(argv: list[str]) -> Train:
         return Train(
             task="images", out=args.out, stop_after=args.stop_after, json=args.json, settings=settings
         )
+    if known.preset not in (None, *PRESETS):
+        check_flags(flags_of(Train), argv, "topograd train")
     settings = preset(known.preset or Train.preset)
     if known.task == "masked":
         settings = replace(settings, model=EncoderConfig(**vars(settings.model)))

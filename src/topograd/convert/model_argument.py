@@ -56,15 +56,17 @@ def resolve_model(model: Path | str) -> Path:
         remedy = "give its base, and this folder as --specialists, --draft or --router"
         raise RunError(problem, setting="model", given=str(source), remedy=remedy)
     what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
+    remedy = (
+        models_below(source) or f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
+    )
     if source.is_file():
         with source.open("rb") as opened:
             if opened.read(4) == b"GGUF":
                 return _converted(source)
         what = 'the file does not begin with "GGUF"'
+        if any((source.parent / name).is_file() for name in ("config.toml", "config.json")):
+            remedy = f"give its folder, {source.parent}"
     problem = f"there is no model at {source}: {what}"
-    remedy = (
-        models_below(source) or f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
-    )
     raise RunError(problem, setting="model", given=str(source), remedy=remedy)
 
 

@@ -137,7 +137,8 @@ def create_adapter(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(setting="folder", given=folder, allowed="an empty folder, or a new one")
+        problem, remedy = f"{folder} is taken", "give an empty folder, or a new one"
+        raise RunError(problem, setting="folder", given=folder, remedy=remedy)
     content, digest = _serialized(tensors)
     config = _config(kind, base, settings, {digest: len(content)})
     folder = folder.absolute()

@@ -294,9 +294,9 @@ class TrainConfig(CommonConfig):
         partial = [name for name in BASED if getattr(tune, name)]
         if partial and self.init is None:
             raise ConfigError(
-                f"{partial[0]} is {getattr(tune, partial[0])}, which needs init, the run to begin with",
-                setting="init",
-                remedy="give it",
+                setting=partial[0],
+                given=getattr(tune, partial[0]),
+                remedy="it needs a model to begin with: give init",
             )
         if partial and (self.search.kind != "none" or self.topology.decoder):
             raise ConfigError(

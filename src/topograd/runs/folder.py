@@ -62,7 +62,8 @@ class Run(Workspace):
             run.folder.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in run.folder.iterdir() if not run._is_leftover(entry))
         except OSError as problem:
-            raise RunError(f"cannot make a run in {folder} ({problem.strerror})", setting="folder") from None
+            message, remedy = f"cannot make a run in {folder} ({problem.strerror})", "pass another folder"
+            raise RunError(message, setting="folder", given=str(folder), remedy=remedy) from None
         if run.config_file.name in foreign:
             raise RunError(
                 f"{folder} already holds a run",
@@ -95,7 +96,8 @@ class Run(Workspace):
         run = cls(Path(folder))
         if not run.folder.is_dir():
             what = "is a file" if run.folder.exists() else "does not exist"
-            raise RunError(f"there is no run at {folder}: it {what}", setting="folder", given=str(folder))
+            problem, remedy = f"there is no run at {folder}: it {what}", "give the folder of a run"
+            raise RunError(problem, setting="folder", given=str(folder), remedy=remedy)
         if not run.config_file.is_file():
             problem, remedy = f"{folder} is not a run: it has no config.toml", models_below(run.folder)
             raise RunError(problem, setting="folder", given=str(folder), remedy=remedy)
