@@ -123,8 +123,8 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     },
     "interface-verdict": {
         "tiny": Size(0.1, 2, 8, 1),
-        "small": Size(40, 1600, 48, 3),
-        "long": Size(90, 1600, 48, 5),
+        "small": Size(35, 1600, 48, 3),
+        "long": Size(80, 1600, 48, 5),
     },
     "forward-sweeps": {"tiny": Size(0.1, 2, 8, 1), "small": Size(8, 400, 48, 3)},
     "masked-encoder": {"tiny": Size(0.1, 2, 8, 1), "small": Size(7, 400, 48, 3)},
