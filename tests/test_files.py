@@ -287,3 +287,20 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
         assert caught.value.strerror
     with pytest.raises(RunError):
         files.read_json(tmp_path / "zero")
+
+
+def test_damage_of_a_tensor_file_is_named_with_its_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.touch()
+    with (
+        refused(CheckpointError, setting="path", given=path, remedy="restore it"),
+        files.reading_tensors(path, CheckpointError),
+    ):
+        raise files.DamagedFileError("it has 3 bytes")
+    path.unlink()
+    os.mkfifo(path)
+    with (
+        pytest.raises(RunError, match=r"regular file.*delete it"),
+        files.reading_tensors(path, RunError, "delete it"),
+    ):
+        pytest.fail("a pipe was opened, which waits for a writer")

@@ -62,14 +62,20 @@ def saving_tensors(path: Path) -> Iterator[None]:
         raise OSError(errno.EIO, str(problem), str(path)) from None
 
 
+class DamagedFileError(Exception):
+    """What is wrong with a file that could be read; `reading_tensors` adds its name and a remedy."""
+
+
 @contextlib.contextmanager
 def reading_tensors(path: Path, error: type[TopogradError], remedy: str = "restore it") -> Iterator[None]:
-    """A safetensors file that is missing or damaged raises `error`."""
+    """A safetensors file that is missing, damaged or no regular file raises `error`."""
     from safetensors import SafetensorError
 
     try:
+        if path.exists() and not path.is_file():  # of a pipe, opening would wait for a writer
+            raise DamagedFileError("it is not a regular file")
         yield
-    except (SafetensorError, OSError) as problem:
+    except (SafetensorError, OSError, DamagedFileError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"{path} cannot be read ({reason})", setting="path", given=path, remedy=remedy) from None
 

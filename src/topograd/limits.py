@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from topograd.errors import ConfigError, TopogradError
 
+MUST_EXIST = "must exist"
+"""Mark of a setting, in `Annotated`, that names a file or folder to read; a flag is checked at once."""
 Bounds = tuple[float, float]
 SEED: Bounds = (0, 2**63 - 1)
 """Seeds that torch, numpy and random all take."""

@@ -48,7 +48,7 @@ def test_a_name_with_brackets_is_a_name(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--data nowhere.txt", "data path 'nowhere.txt' does not exist"),
+        ("--data nowhere.txt", "--data 'nowhere.txt' does not exist"),
         ("--bytes 0", "--bytes is 0"),
         ("--bytes 3", "too small for one window"),
         ("--bytes few", "--bytes is 'few'; it must be a whole number"),

@@ -343,7 +343,10 @@ def test_bad_questions_are_one_line(words: str, why: str, staged: Path, call: An
 def test_rules_that_do_not_exist_and_runs_that_cannot_leave(
     calibrated: Path, backprop: Path, call: Any
 ) -> None:
-    assert "wand_rule is 'hope'; it must be" in call("generate", calibrated, "--depth", "wand:hope").refusal
+    assert (
+        "depth 'wand:hope' names the rule 'hope'; it must be"
+        in call("generate", calibrated, "--depth", "wand:hope").refusal
+    )
     assert (
         "eps is 0.3; it must be one of 0.0002,"
         in call("generate", calibrated, "--depth", "wand:flip-rate:.3").refusal

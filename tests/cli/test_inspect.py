@@ -97,10 +97,10 @@ def test_what_cannot_be_read_is_one_line(staged: Path, call: Any, tmp_path: Path
     assert "give either MODEL or --series" in call("inspect").refusal
     assert "give either" in call("inspect", staged, "--series", staged).refusal
     assert "--scans is 0" in call("inspect", staged, "--scans", "0").refusal
-    assert "nonsense" in refusal(call("inspect", staged, "--device", "nonsense"))
-    assert "no-such.txt" in refusal(call("inspect", staged, "--text", tmp_path / "no-such.txt"))
-    nowhere = refusal(call("inspect", staged, "--out", tmp_path / "no" / "page.html"))
-    assert "name a file in a folder that exists" in nowhere
+    assert "nonsense" in call("inspect", staged, "--device", "nonsense").refusal
+    assert "no-such.txt" in call("inspect", staged, "--text", tmp_path / "no-such.txt").refusal
+    nowhere = call("inspect", staged, "--out", tmp_path / "no" / "page.html").refusal
+    assert "give a file in a folder you can write" in nowhere
     (tmp_path / "config.json").write_text("{}")
     assert "has no weights" in refusal(call("inspect", tmp_path, "--json"))
 

@@ -93,3 +93,17 @@ def test_a_model_that_is_not_there(command: str, call: Any) -> None:
     assert refusal.startswith(
         "topograd: there is no model at nowhere: it does not exist; give a run's folder"
     )
+
+
+def test_a_folder_of_models_names_them(call: Any, tmp_path: Path) -> None:
+    """As that of search pareto, whose trials are runs, or of Hugging Face's Trainer."""
+    for trial in ("00000", "00001"):
+        (tmp_path / "study" / "trials" / trial).mkdir(parents=True)
+        (tmp_path / "study" / "trials" / trial / "config.toml").touch()
+    first = tmp_path / "study" / "trials" / "00000"
+    for command in ("generate", "report", "eval"):
+        assert f"give one of its 2 models, as {first}" in call(command, tmp_path / "study").refusal
+    (tmp_path / "trainer" / "checkpoint-500").mkdir(parents=True)
+    (tmp_path / "trainer" / "checkpoint-500" / "config.json").touch()
+    said = call("generate", tmp_path / "trainer").refusal
+    assert f"give {tmp_path / 'trainer' / 'checkpoint-500'}" in said

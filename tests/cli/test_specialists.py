@@ -88,7 +88,7 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
             ["specialist", "attach", "BASE", "--out", "NEW", "--token", "x"],
             "it must be the new token, =, and a related word",
         ),
-        (["specialist", "attach", "BASE", "--out", "SPEC"], "it must be an empty folder, or a new one"),
+        (["specialist", "attach", "BASE", "--out", "SPEC"], "is taken; give an empty folder, or a new one"),
         (["specialist", "attach", "SPEC", "--out", "NEW"], "is an adapter and no model"),
         (["report", "SPEC"], "was not trained yet"),
         (["specialist", "finetune", "SPEC"], "--data is not given"),

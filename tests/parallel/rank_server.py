@@ -16,6 +16,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -126,6 +128,33 @@ def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **
     return StageLoop(stack, made, ranks=ranks, layout=layout, transport=transport, **options)
 
 
+class QueuedWork:
+    """A transfer in a queue."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def wait(self, limit: timedelta) -> None:
+        try:
+            self.future.result(limit.total_seconds())
+        except FutureTimeout:
+            raise RuntimeError("timed out") from None
+
+
+def one_queue_per_pair() -> None:
+    """Transfers as in NCCL: without tags, those of two ranks in a group one after the other, both ways."""
+    queues: dict[tuple[int, int], ThreadPoolExecutor] = {}
+    for name in ("irecv", "isend"):
+        real = getattr(dist, name)
+
+        def queued(row: Tensor, peer: int, group: Any, tag: int, real: Any = real) -> Any:
+            queue = queues.setdefault((peer, id(group)), ThreadPoolExecutor(1))
+            return QueuedWork(queue.submit(lambda: real(row, peer, group=group).wait()))
+
+        vars(dist)[name] = queued
+    Ranks.tagged = property(lambda self: False)  # type: ignore[assignment,method-assign]
+
+
 @job
 def meeting(parallel: str, count: int, folder: str = "") -> dict[str, Any]:
     """One sum over all ranks, and every message that it takes."""
@@ -134,9 +163,11 @@ def meeting(parallel: str, count: int, folder: str = "") -> dict[str, Any]:
         for name in ("irecv", "isend"):
             real = getattr(dist, name)
 
-            def noted(row: Tensor, peer: int, tag: int, name: str = name, real: Any = real) -> Any:
+            def noted(
+                row: Tensor, peer: int, tag: int, group: Any, name: str = name, real: Any = real
+            ) -> Any:
                 calls.append((name, row.numel() * row.element_size(), tag))
-                return real(row, peer, tag=tag)
+                return real(row, peer, group=group, tag=tag)
 
             vars(dist)[name] = noted
         made = ranks_module.Meeting(ranks, range(ranks.config.world), count, torch.float32)
@@ -162,6 +193,8 @@ def steps(
     """Some steps of training; saves a set, and returns the losses of all stages."""
     shape = options.pop("shape", {})
     broken, slow = options.pop("broken", None), options.pop("slow", {})
+    if options.pop("untagged", False):
+        one_queue_per_pair()
     with joined(parallel) as ranks:
         stack, plan = model(topology, **shape)
         if broken is not None:

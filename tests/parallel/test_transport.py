@@ -34,3 +34,14 @@ def test_a_narrow_wire_rounds_what_later_stages_hear(launch: Any, server: Module
             assert ours["loss"][1] != theirs["loss"][1]
         numbers = 9 * 2 * server.SHAPE["context"] * server.SHAPE["width"]
         assert results[0]["sent"] == numbers * size + 80
+
+
+@pytest.mark.parametrize("parallel", ["stages=2,timeout=20", "stages=4,replicas=2,timeout=20"])
+def test_gradients_come_back_where_two_ranks_have_one_queue(parallel: str, launch: Any) -> None:
+    """As NCCL has it, without tags: what comes back has groups of its own; the losses are the same bits."""
+    given = {"parallel": parallel, "topology": {"graph": "stages", "stages": "mixed"}, "accumulate": 4}
+    world = 8 if "replicas" in parallel else 2
+    tagged, queued = (
+        launch("steps", world, untagged=untagged, **given).results() for untagged in (False, True)
+    )
+    assert [rank["steps"] for rank in queued] == [rank["steps"] for rank in tagged]

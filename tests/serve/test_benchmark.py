@@ -24,14 +24,22 @@ def test_drafts_write_what_full_depth_writes(make_desk: Callable[..., Any]) -> N
 
 def test_prompts_are_unlike_and_fit(make_desk: Callable[..., Any]) -> None:
     session = make_desk().session
-    prompts = code_prompts(session, ServeSettings(clients=20, tokens=4, prompt_tokens=6))
+    prompts = code_prompts(session.tokenizer, 20, 6)
     assert len(prompts) == 20
     assert len({tuple(prompt) for prompt in prompts}) > 10, "six bytes of code are often spaces"
     assert {len(prompt) for prompt in prompts} == {6}
-    with refused(ConfigError, setting="tokens", given=4000):
-        code_prompts(session, ServeSettings(tokens=4000))
     with refused(ConfigError, setting="clients", given=0):
         ServeSettings(clients=0)
+
+
+def test_tokens_fit_the_context(make_desk: Callable[..., Any]) -> None:
+    desk = make_desk()
+    context = desk.session.config.model.context
+    assert context < 96 + context // 2, "shorter than the default asks for"
+    found = bench_serve(desk.session, desk.model.engine, ServeSettings(clients=1, rounds=1, depth="prefix:1"))
+    assert found["settings"]["tokens"] == context - context // 2
+    with refused(ConfigError, setting="tokens", given=4000):
+        bench_serve(desk.session, desk.model.engine, ServeSettings(tokens=4000))
 
 
 def test_depths_of_other_plans_are_refused(make_desk: Callable[..., Any]) -> None:

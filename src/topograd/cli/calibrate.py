@@ -65,7 +65,9 @@ def run(argv: list[str]) -> int:
     from topograd.decode.retrofitted import has_retrofit, open_retrofit
     from topograd.evaluation.exit_pools import measure
     from topograd.runs.session import open_session
+    from topograd.runtime.choice import check_runtime
 
+    check_runtime(args.runtime, args.weights)
     session = open_session(resolve_model(args.model))
     check_exits(session.plan)
     if not os.access(session.run.folder, os.W_OK):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from topograd.cli.console import DASH, Json, ModelArgument, grid, note, out, parse, show
+from topograd.cli.console import DASH, Json, ModelArgument, ReadPath, grid, note, out, parse, show
 from topograd.cli.progress import OnMore, work_progress
 from topograd.limits import DEPTH, REPEATS, check_numbers
 
@@ -41,7 +41,7 @@ class Coefficient:
     draws: int = DRAWS
     """Of each of 4 chains, 4 steps apart, behind as many steps of burn-in. More cost more, and need a weaker
     pull towards the weights (localization), which hides flat directions."""
-    text: Path | None = None
+    text: ReadPath = None
     """Text of your own, a file or a folder, or images for a run on images; by default what the run held
     out, or embedded text."""
     device: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import redirect_stderr
@@ -22,6 +23,7 @@ from rich.table import Table
 from topograd.cli.flags import COMPLETE, HELP, Flag, check, completions, flags_of, help_text, name_flag
 from topograd.errors import ConfigError, RunError, TopogradError
 from topograd.files import naming
+from topograd.limits import MUST_EXIST
 
 if TYPE_CHECKING:
     from topograd.decode.model import Model
@@ -38,6 +40,7 @@ OptionalModel = Annotated[
     tyro.conf.Positional[Path | None],
     tyro.conf.arg(metavar="[MODEL]", help=f"{_MODEL}; by default the model that comes with the package."),
 ]
+ReadPath = Annotated[Path | None, MUST_EXIST]
 RuntimeFlag = Annotated[
     str | None,
     tyro.conf.arg(
@@ -64,16 +67,14 @@ def parse(
     kind: type[T], argv: list[str], verb: str, default: T | None = None, *, program: str = "topograd"
 ) -> T:
     """The dataclass that the flags describe. What cannot be read is a ConfigError that names the flag."""
-    global _last
     flags, command = flags_of(kind, default), f"{program} {verb}"
-    _last = flags, argv
     if argv[-1:] == [COMPLETE]:
         print("\n".join(completions(flags, argv[:-1])))
         raise SystemExit(0)
     if wanted := next((word for word in argv if word in HELP), None):
         print(help_text(kind, command, default, everything=wanted == "--help-all"))
         raise SystemExit(0)
-    check(flags, argv, command)
+    check_flags(flags, argv, command)
     try:
         start = tyro.MISSING_NONPROP if default is None else default
         with redirect_stderr(io.StringIO()):  # tyro prints a box before it ends the program
@@ -91,6 +92,13 @@ def parse(
             raise ConfigError(f"{' '.join(argv)!r} cannot be read", remedy=f"see {command} --help") from None
         name_flag(cause, flags, argv, typed=False)
         raise cause from None
+
+
+def check_flags(flags: Mapping[str, Flag], argv: list[str], command: str) -> None:
+    """Check names and values; later errors name these flags."""
+    global _last
+    _last = flags, argv
+    check(flags, argv, command)
 
 
 def line_of(error: TopogradError) -> str:
@@ -145,6 +153,15 @@ def make_folder(folder: Path) -> None:
         raise RunError(
             f"{folder} cannot be a folder ({problem.strerror})", remedy="pass --out with one to write to"
         ) from None
+
+
+def check_new_file(setting: str, file: Path | None) -> None:
+    """Raise ConfigError, before long work, where a file that will be written cannot be."""
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        remedy = "give a file in a folder you can write"
+        raise ConfigError(f"--{setting} {file} cannot be written", setting=setting, given=file, remedy=remedy)
 
 
 def note(text: str) -> None:

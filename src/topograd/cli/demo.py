@@ -11,6 +11,7 @@ import tyro
 
 from topograd.cli.console import Json, note, out, parse, print_json
 from topograd.cli.main import INTERRUPTED
+from topograd.errors import ConfigError
 from topograd.limits import REPEATS, SEED, check_numbers
 
 
@@ -48,6 +49,9 @@ def run(argv: list[str]) -> int:
     """Show the packaged model, train what is missing, print the comparison, write the report."""
     began = time.monotonic()
     args = parse(Demo, argv, "demo")
+    if (args.folder / "config.toml").exists():
+        problem, remedy = f"{args.folder} is a run", "give the demo a folder of its own"
+        raise ConfigError(problem, setting="out", given=args.folder, remedy=remedy)
     from topograd.cli import demo_parts as parts  # torch: only once there is something to do
 
     console = out()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from topograd.cli.console import Json, ModelArgument, WeightsFlag, note, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, ReadPath, WeightsFlag, note, out, parse, print_json
 from topograd.errors import ConfigError
 from topograd.files import write_json
 from topograd.limits import BYTES, REPEATS, check_numbers
@@ -27,7 +26,7 @@ class Eval:
     `topograd eval core DIR --tasks DIR` scores it on the tasks of CORE instead."""
 
     model: ModelArgument
-    data: Path | None = None
+    data: ReadPath = None
     """Other text to read: a file, a JSONL file or a folder of them, all of it. Of a run on images: other
     images."""
     from_: Annotated[str | None, tyro.conf.arg(name="from")] = None

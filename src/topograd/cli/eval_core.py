@@ -59,7 +59,11 @@ def run(argv: list[str]) -> int:
     only = tuple(filter(None, (label.strip() for label in (args.only or "").split(","))))
     find_files(args.tasks, chosen_tasks(only))  # an unknown label and a wrong folder are refused at once
     from topograd.convert.model_argument import resolve_model
+    from topograd.decode.depths import check_depth
     from topograd.evaluation.core import CoreRequest
+
+    if args.depth is not None:
+        check_depth(args.depth)
 
     request = CoreRequest(args.tasks, only, args.limit, args.depth, added=_added(args.specialists))
     folder = resolve_model(args.model)

@@ -35,8 +35,7 @@ def run(argv: list[str]) -> int:
             remedy="leave --weights out or use --format gguf",
         )
     from topograd.convert.export import export_model
-    from topograd.convert.model_argument import resolve_model
 
-    found = export_model(resolve_model(args.model), args.out, args.format, args.weights or "F32")
+    found = export_model(args.model, args.out, args.format, args.weights or "F32")
     show(args.json, found, lambda f: f"{f['out']}: {', '.join(f['files'])}")
     return 0

@@ -15,6 +15,7 @@ import ast
 import difflib
 import inspect
 import math
+import os
 import re
 import shutil
 import textwrap
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from topograd.errors import ConfigError, TopogradError
+from topograd.limits import MUST_EXIST
 
 LONGEST = 40
 """Characters of a value that an error repeats."""
@@ -53,6 +55,8 @@ class Flag:
     default: Any
     """MISSING if it must be given."""
     metavar: str
+    must_exist: bool
+    """Whether its values are files or folders that are read."""
     paired: bool
     """Whether a switch can be turned off too, by --no-NAME."""
     hidden: bool
@@ -115,6 +119,7 @@ def _walk(
                 choices if len(options) == len([o for o in options if get_origin(o) is Literal]) else (),
                 value,
                 metavar,
+                MUST_EXIST in markers,
                 "FlagCreatePairsOff" not in markers,
                 hidden or "Suppress" in markers,
                 kind,
@@ -218,7 +223,9 @@ def _check_known(flags: Mapping[str, Flag], argv: Sequence[str], see: str) -> No
         name = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and len(word) > 2 and name not in known:
             rest = takewhile(lambda other: not other.startswith("-"), argv[place + 1 :])
-            ends = [flag for flag in known if flag.endswith(f".{name.removeprefix('--')}")]
+            last = name.removeprefix("--")
+            ends = [flag for flag in known if flag.endswith(f".{last}")]
+            ends = ends or [flag for flag in named if f".{last}-" in flag]  # --lr
             meant = ends or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f" (did you mean {meant[0]}?)" if meant else ""
             raise ConfigError(f"Unrecognized options: {', '.join([word, *rest])}{hint}", remedy=see)
@@ -242,6 +249,9 @@ def _check_value(name: str, value: str, flag: Flag) -> None:
     name = _shown(name, flag)
     if flag.choices and value not in flag.choices:
         raise ConfigError(setting=name, given=shown, allowed=f"one of {', '.join(flag.choices)}")
+    if flag.must_exist and not os.path.exists(value):
+        remedy = "give a file or folder that is there"
+        raise ConfigError(f"{name} {value!r} does not exist", setting=name, given=value, remedy=remedy)
     if flag.number is None:
         return
     try:

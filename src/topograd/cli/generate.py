@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,10 @@ from rich.text import Text
 from topograd.cli.console import (
     Json,
     OptionalModel,
+    ReadPath,
     RuntimeFlag,
     WeightsFlag,
+    check_new_file,
     note,
     note_runtime,
     out,
@@ -28,6 +29,7 @@ from topograd.cli.console import (
 )
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
+from topograd.limits import DEPTH, check_numbers
 from topograd.pretrained import REFERENCE
 
 if TYPE_CHECKING:
@@ -36,6 +38,12 @@ if TYPE_CHECKING:
 
 DRAFTERS = ("#2e8b57", "#d0479e", "#008b8b")
 """Colours of drafters that are no stage, in the order in which they come; see `report/depth_text.py`."""
+
+
+SAMPLED = (
+    "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+"""Flags of how a token is drawn, beside the temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +70,11 @@ class Decoding:
     - speculate:WHO+WHO: these drafters, at each token the one of the highest expected gain. WHO is N or
     N:MARGIN (N tokens by the first stage, while sure), lookup (what followed in the text), table or draft
     (made by topograd retrofit), or the folder of a smaller run with the same tokenizer"""
-    draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    draft: Annotated[ReadPath, tyro.conf.arg(metavar="FOLDER")] = None
     """A smaller run that drafts, or the folder that topograd retrofit made; by default RUN/draft."""
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
     """Folders of specialists that are active, as A,B or A*0.7,B*0.3; what each changes is added up."""
-    router: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    router: Annotated[ReadPath, tyro.conf.arg(metavar="FOLDER")] = None
     """A folder of topograd specialist route: it chooses one of --specialists, or none, for each prompt."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="J")] = None
     """The same as --depth prefix:J."""
@@ -108,6 +116,16 @@ class Decoding:
                 setting="router",
                 remedy="give A,B",
             )
+        from topograd.decode.depths import check_depth
+        from topograd.decode.model import check_request
+        from topograd.decode.sampling import Sampling
+
+        check_request(self.prompt, self.tokens)
+        given = {name: getattr(self, name) for name in SAMPLED}
+        Sampling(**given, temperature=self.temperature or 0.0)
+        check_numbers(self, stages=DEPTH)
+        if self.depth is not None:
+            check_depth(self.depth)
 
     def settings(self, exits: int, fallback: float = 0.0) -> dict[str, Any]:
         """The arguments of `Model.generate`; `fallback` is the temperature where none is given."""
@@ -117,9 +135,7 @@ class Decoding:
                 raise ConfigError(setting="stages", given=self.stages, allowed=f"1 to {exits}, the exits")
             depth = f"prefix:{self.stages}"
         temperature = fallback if self.temperature is None else self.temperature
-        drawn = ("tokens", "top_k", "top_p", "min_p", "seed", "stop", "draft")
-        names = (*drawn, "presence_penalty", "frequency_penalty", "repetition_penalty")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in ("tokens", "stop", "draft", *SAMPLED)}
         return given | {"depth": depth, "temperature": temperature}
 
 
@@ -136,15 +152,7 @@ class Generate(Decoding):
 def run(argv: list[str]) -> int:
     """Write a continuation and return the exit code."""
     args = parse(Generate, argv, "generate")
-    if args.html is not None:
-        folder = args.html.parent
-        if args.html.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(
-                f"--html {args.html} cannot be written",
-                setting="html",
-                given=args.html,
-                remedy="give a file in a folder you can write",
-            )
+    check_new_file("html", args.html)
     grammar = None if args.json_schema is None else _schema(args.json_schema)
     model = open_model(args.model, args.specialists, args.runtime, args.weights, args.router)
     exits = len(model.session.plan.predicting())
@@ -212,9 +220,7 @@ def open_model(
         from topograd.decode.model import load
 
         return load(model or REFERENCE, runtime=runtime, weights=weights)
-    from topograd.convert.model_argument import resolve_model
-
-    base = resolve_model(model or REFERENCE)
+    base = model or REFERENCE
     if router is not None:
         from topograd.specialists.router import open_routed
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from topograd.cli.console import Json, note, out, parse, printed, show
+from topograd.cli.console import Json, ReadPath, check_new_file, note, out, parse, printed, show
 from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import ConfigError
 from topograd.limits import REPEATS, check_numbers
@@ -27,7 +27,7 @@ class Inspect:
     hf:ORG/NAME, which is downloaded."""
     series: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Instead of MODEL: a run whose checkpoints are read one after the other, on one axis of steps."""
-    text: Path | None = None
+    text: ReadPath = None
     """Text of your own to read it on, a file or a folder, or images for a run on images; by default what the
     run held out."""
     device: str | None = None
@@ -50,6 +50,7 @@ class Inspect:
 def run(argv: list[str]) -> int:
     """Inspect, write the page, print, return the exit code."""
     args = parse(Inspect, argv, "inspect")
+    check_new_file("out", args.out)
     began = time.perf_counter()
     if args.series is not None:
         from topograd.cli.inspect_series import read_series, show_series
@@ -77,7 +78,10 @@ def _inspected(args: Inspect) -> tuple[dict[str, Any], Path]:
     from topograd.convert.huggingface import local_model
     from topograd.convert.model_argument import resolve_model
     from topograd.geometry.checkpoint import read_checkpoint
+    from topograd.runs.device import usable_device
 
+    if args.device is not None:
+        usable_device(args.device)
     folder = local_model(args.model)
     theirs = is_hugging_face(folder)
     if not theirs:  # transformers opens more models than can be converted

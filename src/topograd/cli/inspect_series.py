@@ -71,7 +71,7 @@ def _own_checkpoints(args: Inspect, folder: Path) -> Checkpoints:
     names = Run.open(folder).store.names()
     if not names:
         raise RunError(
-            f"{folder} has no checkpoints", remedy="train it, with keep and checkpoint_every for a series"
+            f"{folder} has no checkpoints", remedy="train it, with --keep and --save-every for a series"
         )
     return [(0, partial(run_probe, folder, args.text, args.device, args.dtype, name)) for name in names]
 
@@ -127,11 +127,14 @@ def _step_of(folder: Path) -> int:
 
 def _refused(points: list[Any], readings: int) -> list[str]:
     """What the series cannot say, and why."""
-    said = [f"λ̂ at step {point.step}: {point.reason}" for point in points if not point.calibrated]
+    said = []
+    for point in points:
+        if not point.calibrated:  # what it advises is no flag here
+            reason = (point.reason or "").partition(";")[0]
+            said.append(f"λ̂ at step {point.step} is not calibrated: {reason}")
     if len(points) < readings:
-        said.append(
-            f"{len(points)} checkpoints: a phase needs {readings}, a change point 6; train with a larger keep"
-        )
+        needed = f"a phase needs {readings}, a change point 6"
+        said.append(f"{len(points)} checkpoints: {needed}; train with --keep 6 or more")
     return said
 
 

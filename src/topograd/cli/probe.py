@@ -44,14 +44,11 @@ def run(argv: list[str]) -> int:
     args = parse(Question, argv, "probe")
     if not args.target:
         raise ConfigError("--target is empty", remedy="give the text that should follow")
-    from topograd.convert.model_argument import resolve_model
     from topograd.specialists.model import SpecialistPool
     from topograd.specialists.probe import probe
 
     folders = [] if args.specialist is None else str(args.specialist).split(",")
-    pool = SpecialistPool.open(
-        resolve_model(args.model), {Path(folder).resolve().name: folder for folder in folders}
-    )
+    pool = SpecialistPool.open(args.model, {Path(folder).resolve().name: folder for folder in folders})
     attached = pool.attached
     prompts, target = _tokens(args, pool)
     prompt, passage = prompts[0], prompts[1] if len(prompts) > 1 else None

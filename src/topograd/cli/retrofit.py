@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from topograd.cli.console import Folder, Json, out, parse, show
+from topograd.cli.console import Folder, Json, ReadPath, out, parse, show
 from topograd.cli.progress import counted_by_name
 
 
@@ -22,11 +22,11 @@ class Retrofit:
     """Where the draft stage goes; by default RUN/draft, where generate finds it."""
     tokens: int = 500_000
     """Tokens of text that it learns from; about 2 hours of one core for SmolLM2."""
-    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Annotated[ReadPath, tyro.conf.arg(metavar="PATH")] = None
     """Text to begin from: a file or a folder; by default the Python standard library."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Keep the model's own text here and go on from it; by default it is deleted when the stage is there."""
-    init: Annotated[Path | None, tyro.conf.arg(metavar="SIDECAR")] = None
+    init: Annotated[ReadPath, tyro.conf.arg(metavar="SIDECAR")] = None
     """Go on from the draft stage in this folder, with its vocabulary, on more text."""
     epochs: float = 2.0
     """How often the stage sees each row."""

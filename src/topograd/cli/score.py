@@ -58,7 +58,11 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             "--continuation is missing", remedy='give the text to score, as in --continuation " Paris"'
         )
+    from topograd.decode.depths import check_depth
     from topograd.evaluation.texts import score
+
+    if args.depth is not None:
+        check_depth(args.depth)
 
     model = scored_model(args.model, args.specialists, args.runtime, args.weights)
     scored = score(model, args.context, args.continuation, args.depth)

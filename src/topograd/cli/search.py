@@ -215,7 +215,8 @@ class Pareto:
         if self.size.steps not in (None, self.study.rungs[-1]):
             last = self.study.rungs[-1]
             raise ConfigError(
-                f"--steps {self.size.steps} is not the last of the rungs, {last}", remedy="leave it out"
+                f"--steps {self.size.steps} is not the last of the rungs, {last}",
+                remedy="leave it out, and give the steps of a training with --rungs",
             )
         return replace(self.size.config(), steps=self.study.rungs[-1])
 

@@ -74,6 +74,7 @@ def run(argv: list[str]) -> int:
     import asyncio
 
     from topograd.convert.model_argument import resolve_model
+    from topograd.runtime.choice import check_runtime
     from topograd.serve.guard import is_loopback
     from topograd.serve.server import Running, bind, open_served
 
@@ -85,6 +86,7 @@ def run(argv: list[str]) -> int:
             f"set {TOKEN} or pass --token",
         )
     names = _names(args)
+    check_runtime(args.runtime, args.weights)
     with bind(args.host, args.port) as sock:
         folders = [Path(part.strip()) for part in (args.specialists or "").split(",") if part.strip()]
 

@@ -5,6 +5,7 @@ Only the measured properties of a run do; torch is loaded when they are asked fo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -189,6 +190,9 @@ def _properties(args: Properties) -> dict[str, Any]:
             f"--{name} was given with {args.subject!r}, which is no folder",
             remedy="only the properties of a run are read from text",
         )
+    if not re.search(r"\d", args.subject):
+        remedy = "give layers per stage, as 4,4,4, or the folder of a run"
+        raise ConfigError(f"{args.subject!r} is neither a partition nor a folder", remedy=remedy)
     configuration = Configuration.parse(args.subject, heads=args.heads)
     plan = Plan.of(Topology.chain(configuration), configuration.composition.layers)
     return {**_named(configuration), **closed_forms(plan)}

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, ModelArgument, grid, note, number, parse_one_of, printed, show
+from topograd.cli.console import (
+    Json,
+    ModelArgument,
+    ReadPath,
+    grid,
+    note,
+    number,
+    parse_one_of,
+    printed,
+    show,
+)
 from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError, RunError
 from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
@@ -203,11 +213,10 @@ def _compose(args: Compose) -> int:
     """Measure, print, return the exit code."""
     if not args.data:
         raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text to measure on")
-    from topograd.convert.model_argument import resolve_model
     from topograd.specialists.interference import default_compositions, interference
     from topograd.specialists.model import open_composed
 
-    model = open_composed(resolve_model(args.folder), args.specialists, args.pool)
+    model = open_composed(args.folder, args.specialists, args.pool)
     attached = model.pool.attached
     found = interference(
         attached, args.texts(attached), default_compositions(attached, model.weights), args.pool
@@ -245,12 +254,11 @@ def _route(args: Route) -> int:
     """Train or ask, print, return the exit code."""
     if (args.prompt is None) == (not args.data):
         raise ConfigError("give --data to train a router, or --prompt to ask one that is there, not both")
-    from topograd.convert.model_argument import resolve_model
     from topograd.specialists.model import SpecialistPool, open_named
     from topograd.specialists.router import open_router, save_router, train_router
 
     adapters, _ = open_named(args.specialists)
-    pool = SpecialistPool.open(resolve_model(args.folder), adapters)
+    pool = SpecialistPool.open(args.folder, adapters)
     answer: dict[str, Any] = {"run": str(args.folder), "router": str(args.out)}
     if args.prompt is not None:
         router = open_router(args.out, pool.attached, adapters)
@@ -258,7 +266,8 @@ def _route(args: Route) -> int:
         answer |= {"prompt": args.prompt, "specialists": dict(chosen)}
     else:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):  # before long work
-            raise RunError(setting="out", given=args.out, allowed="an empty folder, or a new one")
+            problem, remedy = f"{args.out} is taken", "give an empty folder, or a new one"
+            raise RunError(problem, setting="out", given=args.out, remedy=remedy)
         texts = list(args.texts(pool.attached).values())
         work = args.out.with_name(f"{args.out.name}.work")
         router, found = train_router(pool.attached, texts, args.seed, work)
@@ -292,7 +301,7 @@ class Align:
     """The model that it shall belong to: the same tokenizer and as many layers, as wide or wider."""
     out: Path
     """The new specialist's folder."""
-    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    data: Annotated[ReadPath, tyro.conf.arg(metavar="FILE")] = None
     """What it was trained on: aligned by, measured before and after, and trained on for --steps."""
     steps: int = 0
     """Steps of training behind the alignment, on --data, and as many of a specialist that begins anew."""

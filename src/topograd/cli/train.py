@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.console import Json, ReadPath, check_flags, note, out, parse, print_json
 from topograd.cli.flags import flags_of, resumes
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
@@ -24,7 +24,7 @@ from topograd.parallel.settings import (
     started_processes,
     wait_for_first_rank,
 )
-from topograd.runs.config import TrainConfig, preset, tuning
+from topograd.runs.config import PRESETS, TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
     from topograd.training.runs import RunTrainer
@@ -51,7 +51,7 @@ class Train:
     """What is learned: the next token of a text, its hidden tokens (an encoder), or the class of an image."""
     preset: Literal["tiny", "small", "base"] = "small"
     """tiny takes seconds, small about four minutes, base 14 hours on two cores."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
+    config: Annotated[ReadPath, tyro.conf.arg(metavar="FILE.toml")] = None
     """Settings to lay over the preset, table by table; flags win over them."""
     out: Path | None = None
     """The run's folder; by default a new one in runs/."""
@@ -115,6 +115,8 @@ def _read(argv: list[str]) -> Train:
     first.add_argument("--config", nargs="?")
     first.add_argument("--init", nargs="?")
     first.add_argument("--task", nargs="?")
+    first.add_argument("--out", nargs="?")
+    first.add_argument("--device", nargs="?")
     first.add_argument("--lora-directions", "--lora_directions", nargs="?")
     known = first.parse_known_args(argv)[0]
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
@@ -125,10 +127,13 @@ def _read(argv: list[str]) -> Train:
         return Train(
             task="images", out=args.out, stop_after=args.stop_after, json=args.json, settings=settings
         )
+    if known.preset not in (None, *PRESETS):
+        check_flags(flags_of(Train), argv, "topograd train")
     settings = preset(known.preset or Train.preset)
     if known.task == "masked":
         settings = replace(settings, model=EncoderConfig(**vars(settings.model)))
     if known.init is not None and known.init.strip():
+        _check_before_converting(argv, flags, known)
         small = bool({"--lora-rank", "--frozen"}.intersection(flags))
         held = known.lora_directions in ("random", "dead", "safe")
         settings = _shaped_like(settings, known.init, small, held)
@@ -136,6 +141,19 @@ def _read(argv: list[str]) -> Train:
     if known.config is None or not known.config.strip():  # an empty word is refused with the other flags
         return parse(Train, argv, "train", base)
     return _overlaid(argv, base, Path(known.config))
+
+
+def _check_before_converting(argv: list[str], flags: list[str], known: argparse.Namespace) -> None:
+    """What can be said of the flags without the model, whose conversion may take minutes."""
+    from topograd.runs.device import usable_device
+    from topograd.runs.folder import Run
+
+    if not any(flag.startswith("--model.") for flag in flags):  # those depend on the model's kind
+        check_flags(flags_of(Train), argv, "topograd train")
+    if known.device:
+        usable_device(known.device)
+    if known.out and Path(known.out).exists() and "--parallel" not in flags:  # with it, a run is continued
+        Run.create(known.out)
 
 
 def _overlaid(argv: list[str], base: Train, file: Path) -> Train:

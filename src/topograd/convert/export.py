@@ -31,6 +31,7 @@ from topograd.convert.families import family_config, hugging_face_config
 from topograd.convert.gguf_file import write_gguf
 from topograd.convert.gguf_tokenizer import tokenizer_json
 from topograd.convert.huggingface import quiet_transformers
+from topograd.convert.model_argument import resolve_model
 from topograd.convert.peft_adapter import write_peft
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
@@ -53,27 +54,27 @@ SAMPLE = "Hello  World's 12345 don't WE'LL\n\n\tdef f(x):  # Ünïcode 漢字 �
 """What a tokenizer must split alike before and behind an export: words, digits, spaces, marks."""
 
 
-def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = "F32") -> dict[str, Any]:
-    """Write the model of the run in `folder` to the new folder `out`, and say what was written."""
+def export_model(model: Path | str, out: Path | str, format_: str, kind: str = "F32") -> dict[str, Any]:
+    """Write a model to the new folder `out`, and say what was written."""
     out = Path(out)
     if format_ not in FORMATS:
         raise ConfigError(setting="format", given=format_, allowed=f"one of {', '.join(FORMATS)}")
     if out.exists():
         raise RunError(f"{out} exists already", remedy="export to another folder, or delete it")
-    session = open_session(folder)
-    if format_ != "onnx":
-        _check_plain(session, adapted=format_ != "gguf")
+    if format_ == "onnx" and not installed():
+        remedy = "pip install onnx onnxruntime"
+        raise ConfigError("format onnx needs onnx and onnxruntime", remedy=remedy)
     more: dict[str, Any] = {}
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
+        session = open_session(resolve_model(model))
+        if format_ != "onnx":
+            _check_plain(session, adapted=format_ != "gguf")
         if format_ == "peft":
             more = write_peft(temporary, session)
         elif format_ == "onnx":
-            if not installed():
-                remedy = "pip install onnx onnxruntime"
-                raise ConfigError("format onnx needs onnx and onnxruntime", remedy=remedy)
             from topograd.convert.onnx_export import write_onnx
 
             write_onnx(temporary, session)

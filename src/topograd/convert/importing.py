@@ -84,10 +84,9 @@ def import_model(
     source = local_model(source)
     if base is not None and not is_peft(source):
         raise ConfigError(setting="base", given=str(base), allowed="given with an adapter of peft's")
-    with ExitStack() as opened:
+    with ExitStack() as opened, Run.creating(out) as run:  # before the model is read
         found = _open(source, opened) if base is None else _open_peft(source, opened, base)
         config = _settings(found, partition, context)
-        run = Run.create(out)
         _write(run, found, config, copy)
         write_card(run)
     return {

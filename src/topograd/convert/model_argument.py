@@ -31,7 +31,7 @@ from topograd.data.cache import InUse, default_cache, prune_entries
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import RunError
 from topograd.files import dump_json, lock_file, sha256
-from topograd.runs.folder import Run
+from topograd.runs.folder import Run, models_below
 
 MAX_MODELS = 16
 MAX_BYTES = 2**36
@@ -56,13 +56,17 @@ def resolve_model(model: Path | str) -> Path:
         remedy = "give its base, and this folder as --specialists, --draft or --router"
         raise RunError(problem, setting="model", given=str(source), remedy=remedy)
     what = "it has neither config.toml nor config.json" if source.is_dir() else "it does not exist"
+    remedy = (
+        models_below(source) or f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
+    )
     if source.is_file():
         with source.open("rb") as opened:
             if opened.read(4) == b"GGUF":
                 return _converted(source)
         what = 'the file does not begin with "GGUF"'
+        if any((source.parent / name).is_file() for name in ("config.toml", "config.json")):
+            remedy = f"give its folder, {source.parent}"
     problem = f"there is no model at {source}: {what}"
-    remedy = f"give a run's folder, a Hugging Face folder, a GGUF file or {HUB}ORG/NAME"
     raise RunError(problem, setting="model", given=str(source), remedy=remedy)
 
 

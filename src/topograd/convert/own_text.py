@@ -35,7 +35,15 @@ from torch import Tensor
 from topograd.convert.prompts import Prompts, Row
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.files import hold_lock, read_table, reading_tensors, replacing, saving_tensors, write_json
+from topograd.files import (
+    DamagedFileError,
+    hold_lock,
+    read_table,
+    reading_tensors,
+    replacing,
+    saving_tensors,
+    write_json,
+)
 from topograd.limits import SEED, check_numbers
 from topograd.runs.tensor_files import tensors_digest
 from topograd.runtime.protocol import device_of
@@ -134,13 +142,10 @@ class OwnText:
 
 
 def _read(file: Path, names: Sequence[str], row: int | None = None) -> list[Tensor]:
-    with reading_tensors(file, DataError, _DELETE):
-        if not file.is_file():  # of a pipe, opening would wait for a writer
-            raise OSError("it is not a regular file")
-        with safe_open(file, framework="pt") as opened:
-            if row is None:
-                return [opened.get_tensor(name) for name in names]
-            return [opened.get_slice(name)[row] for name in names]
+    with reading_tensors(file, DataError, _DELETE), safe_open(file, framework="pt") as opened:
+        if row is None:
+            return [opened.get_tensor(name) for name in names]
+        return [opened.get_slice(name)[row] for name in names]
 
 
 def write_own_text(
@@ -188,7 +193,7 @@ def _verify(file: Path) -> None:
     with reading_tensors(file, DataError, _DELETE), safe_open(file, framework="pt") as opened:
         known = (opened.metadata() or {}).get("sha256")
         if known not in (None, tensors_digest(tensors)):
-            raise OSError("its SHA-256 is not the recorded one")
+            raise DamagedFileError("its SHA-256 is not the recorded one")
 
 
 @torch.inference_mode()

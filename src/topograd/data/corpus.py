@@ -82,8 +82,8 @@ def read_corpus(path: Path | str | None) -> Corpus:
     size = sum(len(document.text.encode()) for document in documents)
     if size < MIN_BYTES:
         what = "is empty" if size == 0 else f"is too short: it holds {size} bytes of text"
-        problem = f"corpus {name!r} {what}, at least {MIN_BYTES} are needed"
-        raise DataError(problem, setting="path", given=path, remedy="give a longer text")
+        remedy = f"give a text of at least {MIN_BYTES} bytes"
+        raise DataError(f"corpus {name!r} {what}", setting="path", given=path, remedy=remedy)
     train, heldout = split_documents(documents)
     return Corpus(name, train, heldout, digest_documents(documents), tuple(skipped))
 

@@ -96,7 +96,9 @@ class Tokenizer(Protocol):
         """The chat template; raises ConfigError if there is none."""
         if self.chat_template is None:
             problem = "the model's tokenizer has no chat template"
-            raise ConfigError(problem, setting="chat_template", remedy="give a prompt instead of a chat")
+            raise ConfigError(
+                problem, setting="chat_template", remedy="continue a text instead (topograd generate)"
+            )
         return self.chat_template
 
     def save(self, path: Path) -> None:

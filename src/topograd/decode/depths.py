@@ -114,8 +114,9 @@ def strategy_of(
     `draft` is the folder of the draft stage, if it is not the run's own; `costs` are the host's, where drafts
     are chosen without a calibration.
     """
+    check_depth(depth)
     kind, _, rest = depth.partition(":")
-    if kind == "full" and not rest:
+    if kind == "full":
         return FixedDepth(engine)
     if kind == "prefix":
         return FixedDepth(engine, int(_number(depth, rest, whole=True)) - 1)
@@ -134,11 +135,29 @@ def strategy_of(
 
         check_exits(session.plan)
         return _wand(depth, rest, load_calibration(session, engine.runtime)[0], engine)
-    if kind == "speculate":
-        return _speculate(depth, rest, session, engine, greedy, draft, costs)
-    known = "full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, router, shrinkage, wand or speculate"
-    remedy = f"use {known}, wand:RULE:NUMBER or speculate:WHO+WHO"
-    raise ConfigError(f"depth {depth!r} is unknown", setting="depth", given=depth, remedy=remedy)
+    return _speculate(depth, rest, session, engine, greedy, draft, costs)
+
+
+def check_depth(depth: str) -> None:
+    """Raise ConfigError for a depth that no model has."""
+    kind, _, rest = depth.partition(":")
+    if kind == "prefix":
+        if (exit_ := int(_number(depth, rest, whole=True))) < 1:
+            problem, remedy = f"exit {exit_} does not exist", "exits are counted from 1"
+            raise ConfigError(problem, setting="exit", given=exit_, remedy=remedy)
+    elif kind == "path":
+        parse_path(rest)
+    elif kind == "branches":
+        parse_branches(rest)
+    elif kind == "wand":
+        _wand_rule(depth, rest)
+    elif kind == "speculate":
+        for word in rest.split("+") if rest else ():
+            _check_drafter(depth, word)
+    elif depth not in ("full", "pool", "router", "shrinkage"):
+        known = "full, prefix:J, path:1,3, branches:1-4*3+1-2, pool, router, shrinkage, wand or speculate"
+        remedy = f"use {known}, wand:RULE:NUMBER or speculate:WHO+WHO"
+        raise ConfigError(f"depth {depth!r} is unknown", setting="depth", given=depth, remedy=remedy)
 
 
 def default_depth(session: LoadedTextRun, runtime: Runtime) -> str:
@@ -181,17 +200,25 @@ def speculation_of(
 
 
 def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine) -> Wand:
-    from topograd.decode.calibration.policy import Rule, thresholds
+    from topograd.decode.calibration.policy import thresholds
     from topograd.decode.wand import Wand
+
+    rule, given = _wand_rule(depth, rest)
+    bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
+    return Wand(engine, thresholds(calibration, rule, **given), bounds)
+
+
+def _wand_rule(depth: str, rest: str) -> tuple[Rule, dict[str, float]]:
+    from topograd.decode.calibration.policy import Rule
 
     name, _, number = rest.partition(":")
     name = name or "flip-rate"
     rule: Rule | None = next((rule for rule in get_args(Rule) if rule == name), None)
     if rule is None:
-        raise ConfigError(setting="wand_rule", given=name, allowed=f"one of {', '.join(get_args(Rule))}")
-    given = {"eps" if rule == "flip-rate" else "safety": _number(depth, number)} if number else {}
-    bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
-    return Wand(engine, thresholds(calibration, rule, **given), bounds)
+        problem = f"depth {depth!r} names the rule {name!r}"
+        allowed = f"one of {', '.join(get_args(Rule))}"
+        raise ConfigError(problem, setting="wand_rule", given=name, allowed=allowed)
+    return rule, {"eps" if rule == "flip-rate" else "safety": _number(depth, number)} if number else {}
 
 
 def _speculate(
@@ -242,7 +269,8 @@ def _drafter(
         return drafter_of(word, engine, partial(_retrofitted, session, draft))
     word, whole = word.removesuffix(ALL), word.endswith(ALL)
     tokens = None if whole else _vocabulary(session, draft)
-    if re.match(r"[-+.\d]", word) and not Path(word).is_dir():
+    _check_drafter(depth, word)
+    if _is_count(word):
         check_exits(session.plan)
         longest, _, margin = word.partition(":")
         count = int(_number(depth, longest, whole=True))
@@ -252,12 +280,21 @@ def _drafter(
         return PrefixDrafter(engine, rule, vocabulary=tokens)
     if is_adapter(word):
         return DraftStageDrafter(engine, _retrofitted(session, word).stage)
-    if not word or not Path(word).is_dir():
+    small = session.once(("run", word), lambda: _small(session, Path(word)))
+    return ModelDrafter(engine, small, Path(word).name, vocabulary=tokens)
+
+
+def _is_count(word: str) -> bool:
+    return re.match(r"[-+.\d]", word) is not None and not Path(word).is_dir()
+
+
+def _check_drafter(depth: str, word: str) -> None:
+    word = word.removesuffix(ALL)
+    known = word in ("lookup", "table", "draft") or _is_count(word)
+    if not known and (not word or not Path(word).is_dir()):
         problem = f"depth {depth!r} names the drafter {word!r}, which is unknown"
         remedy = "use lookup, table, draft, a number of tokens, or the folder of a smaller run"
         raise ConfigError(problem, setting="drafter", given=word, remedy=remedy)
-    small = session.once(("run", word), lambda: _small(session, Path(word)))
-    return ModelDrafter(engine, small, Path(word).name, vocabulary=tokens)
 
 
 def _vocabulary(session: LoadedTextRun, draft: Path | str | None) -> Tensor | None:

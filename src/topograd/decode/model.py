@@ -27,6 +27,7 @@ from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.registry import Registry
 from topograd.runs.session import LoadedTextRun, heldout_text, open_session
+from topograd.runtime.choice import check_runtime
 from topograd.runtime.quantize import check_precision
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def load(
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(setting="model", given=model, allowed="a path, or hf:ORG/NAME")
-    check_precision(weights)  # before the model is read
+    check_runtime(runtime, weights)  # before the model is read
     later = runtime in (None, "native")  # what others run is made of the model itself
     return Model(open_session(SOURCES["any"](model), checkpoint, later=later), runtime, weights)
 

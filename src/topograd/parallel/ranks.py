@@ -6,8 +6,9 @@ and all of them end. After that every wait has a timeout. A rank that gives up w
 that the silent rank is named, and not another one that waits for it in turn.
 
 Ranks are counted replica by replica: rank = replica · P + place, with P the ranks that the stages are dealt
-to. On CPUs the backend is gloo, on GPUs NCCL with a GPU for each local rank. Messages between two ranks keep
-their order and need no tags, which NCCL does not have.
+to. On CPUs the backend is gloo, on GPUs NCCL with a GPU for each local rank. NCCL has no tags, and all that
+two ranks of a group send each other is one queue, in both directions: there a collective takes the place of a
+`Meeting`, and gradients that come back have groups of their own (`transport.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -67,6 +69,11 @@ class Ranks:
     """All ranks, with the patience of a slow disk: who has written waits for those that still write."""
 
     @property
+    def tagged(self) -> bool:
+        """Whether messages have tags, so that those of one tag need not wait for those of another."""
+        return self.device.type == "cpu"
+
+    @property
     def place(self) -> int:
         """Which of the P runs of stages this rank has."""
         return self.rank % self.config.stages
@@ -99,10 +106,24 @@ class Ranks:
         """Add up a tensor over all ranks, or over a group."""
         self.collective(lambda: dist.all_reduce(tensor, group=group, async_op=True), what)
 
-    def begin(self, transfer: Any, tensor: torch.Tensor, peer: int, what: str, tag: int = 0) -> dist.Work:
+    def new_group(self, members: Sequence[int], what: str) -> dist.ProcessGroup:
+        """A group of some ranks; all ranks take part in making it."""
+        limit = timedelta(seconds=self.config.timeout)
+        group: dist.ProcessGroup = self.collective(partial(dist.new_group, members, limit), what)
+        return group
+
+    def begin(
+        self,
+        transfer: Any,
+        tensor: torch.Tensor,
+        peer: int,
+        what: str,
+        tag: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> dist.Work:
         """Begin a transfer (`dist.isend` or `dist.irecv`) with `peer`, to be waited for."""
         try:
-            work: dist.Work = transfer(tensor, peer, tag=tag)
+            work: dist.Work = transfer(tensor, peer, group=group, tag=tag)
         except RuntimeError as error:
             raise ParallelError(self._blame(what, peer, str(error))) from None
         return work

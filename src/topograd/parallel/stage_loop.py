@@ -34,8 +34,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -82,10 +80,8 @@ class StageLoop(StepRunner):
         self.among_some: list[tuple[list[nn.Parameter], list[int], dist.ProcessGroup | None]] = []
         for some in sorted({*self.layout.readers.values()} - {everybody}):
             if len(some) > 1:
-                members, group = self._members(some), None
-                if self.ranks.device.type != "cpu":  # CPUs have a `Meeting`; all ranks take part in this
-                    limit = timedelta(seconds=self.ranks.config.timeout)
-                    group = self.ranks.collective(partial(dist.new_group, members, limit), ADDING)
+                members = self._members(some)
+                group = None if self.ranks.tagged else self.ranks.new_group(members, ADDING)
                 if place in some:
                     self.among_some.append(([p for p in shared if users[id(p)] == some], members, group))
                     self.loose += self.among_some[-1][0] if place == some[0] else []
@@ -99,7 +95,7 @@ class StageLoop(StepRunner):
         self, parameters: Sequence[nn.Parameter], members: Sequence[int], numbers: int = 0
     ) -> Meeting | None:
         """For gradients of these parameters and so many numbers more."""
-        if self.ranks.device.type != "cpu":
+        if not self.ranks.tagged:
             return None
         dtype = torch.promote_types(parameters[0].dtype, torch.float32) if parameters else torch.float64
         return Meeting(self.ranks, members, numbers + sum(p.numel() + 1 for p in parameters), dtype)

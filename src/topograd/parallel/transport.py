@@ -4,8 +4,9 @@ A rank sends a message as soon as it exists and does not wait; a receiver posts 
 port before it needs it (two at a time). A sender that is `depth` messages ahead waits: the queue is bounded.
 The first message of a port has a header with shape and dtype; later messages have the same.
 
-Gradients come back along edges with λ > 0, one for each batch of a step, in order, under a tag of their edge:
-as their own numbers, or in few bits (`exec/thin.py`). What comes back is asked for when a step begins.
+Gradients come back along edges with λ > 0, one for each batch of a step, in order, under a tag of their edge,
+or where there are no tags (NCCL, by reading: it was never run) in a group of their edge. They are their own
+numbers, or few bits (`exec/thin.py`). What comes back is asked for when a step begins.
 Nothing is on the way when a step ends, so that checkpoints hold everything.
 
 An activation travels as its own numbers, as bf16, or as int8 with a scale for each position:
@@ -57,6 +58,7 @@ class MeshTransport:
         self._returning: list[tuple[Tensor, dist.Work, int]] = []
         self._awaited: dict[tuple[int, int], deque[_Asked | int]] = {}
         self._warm = False
+        self._groups = {} if ranks.tagged else _groups(ranks, layout)
         self._ports = [
             port for k in range(len(layout.plan.stages)) if k not in self.stages for port in self.incoming(k)
         ]
@@ -129,11 +131,11 @@ class MeshTransport:
             self._drain()
 
     def send_back(self, stage: int, number: int, gradient: Tensor, key: Key) -> None:
-        port, bits, tag = self._edge(stage, number)
+        port, bits, tag, group = self._edge(stage, number)
         peer = self.ranks.at(self.layout.owners[port.source])
         tensor = gradient.contiguous() if bits == 32 else packed(gradient, bits, key)
         what = f"sending gradient to stage {port.source + 1}"
-        work = self.ranks.begin(dist.isend, tensor, peer, what, tag)
+        work = self.ranks.begin(dist.isend, tensor, peer, what, tag, group)
         self.sent_bytes += tensor.numel() * tensor.element_size()
         # not counted with the messages: a peer may ask for a late gradient at the end of its step only
         self._returning.append((tensor, work, peer))
@@ -143,24 +145,24 @@ class MeshTransport:
         shape, buffer, work = self._ask_back(stage, number, awaited) if isinstance(awaited, int) else awaited
         what = f"waiting for gradient from stage {stage + 1}"
         self.ranks.wait(work, what, self.ranks.at(self.layout.owners[stage]))
-        port, bits, _ = self._edge(stage, number)
+        port, bits, *_ = self._edge(stage, number)
         return buffer if bits == 32 else unpacked(buffer, shape, self._announced[port][1], bits)
 
     def _ask_back(self, stage: int, number: int, rows: int) -> _Asked:
-        port, bits, tag = self._edge(stage, number)
+        port, bits, tag, group = self._edge(stage, number)
         shape, dtype = self._announced[port]
         shape, whole = (rows, *shape[1:]), bits == 32
         size, kind = (shape, dtype) if whole else (packed_shape(shape, bits), torch.uint8)
         buffer = torch.empty(size, dtype=kind, device=self.ranks.device)
         peer = self.ranks.at(self.layout.owners[stage])
         what = f"asking for gradient from stage {stage + 1}"
-        return shape, buffer, self.ranks.begin(dist.irecv, buffer, peer, what, tag)
+        return shape, buffer, self.ranks.begin(dist.irecv, buffer, peer, what, tag, group)
 
-    def _edge(self, stage: int, number: int) -> tuple[EdgeOutput, int, int]:
-        """The output that an edge reads, its bits, and its tag."""
-        planned = self.layout.plan.stages[stage]
+    def _edge(self, stage: int, number: int) -> tuple[EdgeOutput, int, int, dist.ProcessGroup | None]:
+        """The output that an edge reads, its bits, its tag, and its group where there are no tags."""
+        planned, group = self.layout.plan.stages[stage], self._groups.get((stage, number))
         tag = 1 + self.layout.back_edges.index((stage, number))
-        return planned.inputs[number][0], planned.stage.sources[number].grad_bits, tag
+        return planned.inputs[number][0], planned.stage.sources[number].grad_bits, tag, group
 
     def _start(self, tensor: Tensor, peer: int, what: str) -> None:
         self._sending.append((tensor, self.ranks.begin(dist.isend, tensor, peer, what), peer))
@@ -177,6 +179,19 @@ class MeshTransport:
         work = self.ranks.begin(dist.irecv, buffer, peer, what)
         self._asked[port].append((buffer, work))
         self._left[port] -= 1
+
+
+def _groups(ranks: Ranks, layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for the gradients of each edge; every rank makes those of all replicas, in one order."""
+    made = {}
+    for replica in range(ranks.config.replicas):
+        for stage, number in layout.back_edges:
+            source = layout.plan.stages[stage].inputs[number][0].source
+            ends = [replica * ranks.config.stages + layout.owners[k] for k in (source, stage)]
+            group = ranks.new_group(ends, "making a group for gradients")
+            if replica == ranks.replica:
+                made[stage, number] = group
+    return made
 
 
 def encode(value: Tensor, kind: WireKind) -> Tensor:

@@ -33,7 +33,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topograd.errors import CheckpointError, RunError
-from topograd.files import dump_json, read_json, reading_tensors, sync, write_atomic, write_json
+from topograd.files import (
+    DamagedFileError,
+    dump_json,
+    read_json,
+    reading_tensors,
+    sync,
+    write_atomic,
+    write_json,
+)
 from topograd.runs.tensor_files import contiguous
 
 if TYPE_CHECKING:
@@ -129,7 +137,8 @@ def create_adapter(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(setting="folder", given=folder, allowed="an empty folder, or a new one")
+        problem, remedy = f"{folder} is taken", "give an empty folder, or a new one"
+        raise RunError(problem, setting="folder", given=folder, remedy=remedy)
     content, digest = _serialized(tensors)
     config = _config(kind, base, settings, {digest: len(content)})
     folder = folder.absolute()
@@ -236,11 +245,11 @@ def _read_tensors(path: Path, allowed: Mapping[str, int]) -> tuple[dict[str, Ten
 
     with reading_tensors(path, CheckpointError):
         if path.stat().st_size not in allowed.values():
-            raise OSError(f"it has {path.stat().st_size} bytes")
+            raise DamagedFileError(f"it has {path.stat().st_size} bytes")
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         if digest not in allowed:
-            raise OSError("its SHA-256 is not the recorded one")
+            raise DamagedFileError("its SHA-256 is not the recorded one")
         # Sorted: the file is read in an order that differs from process to process.
         return dict(sorted(load(content).items())), digest
 

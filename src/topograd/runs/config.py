@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
-from topograd.limits import check_numbers, check_rules
+from topograd.limits import MUST_EXIST, check_numbers, check_rules
 from topograd.nn.config import MAX_SIZE, GPTConfig
 from topograd.nn.interface_config import parse_interfaces
 from topograd.nn.spec import ModelSpec, read_spec
@@ -178,7 +178,7 @@ class TrainConfig(CommonConfig):
     init: str | None = None
     """The model whose weights and tokenizer to begin with: a run, a Hugging Face folder, a GGUF file or
     hf:ORG/NAME; new heads and layers start fresh."""
-    data: str | None = None
+    data: Annotated[str | None, MUST_EXIST] = None
     """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
     tokenizer: Literal["bytes", "bpe", "imported"] = "bpe"
     """Bytes, or byte pairs learned from the text; an imported model brings its own."""
@@ -294,9 +294,9 @@ class TrainConfig(CommonConfig):
         partial = [name for name in BASED if getattr(tune, name)]
         if partial and self.init is None:
             raise ConfigError(
-                f"{partial[0]} is {getattr(tune, partial[0])}, which needs init, the run to begin with",
-                setting="init",
-                remedy="give it",
+                setting=partial[0],
+                given=getattr(tune, partial[0]),
+                remedy="it needs a model to begin with: give init",
             )
         if partial and (self.search.kind != "none" or self.topology.decoder):
             raise ConfigError(

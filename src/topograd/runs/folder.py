@@ -13,7 +13,8 @@ checkpoints are those of every training (`runs/workspace.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,18 @@ if TYPE_CHECKING:
 
 BASE = "base.json"
 """What a run is known by that fine-tunes another (`delta_store.py`)."""
+
+
+def models_below(folder: Path) -> str:
+    """What to give instead of a folder that only holds models, as that of a search; empty if it has none.
+
+    Hugging Face's own folders of checkpoints count too.
+    """
+    patterns = ("*/config.toml", "*/*/config.toml", "*/config.json")
+    found = sorted(file.parent for pattern in patterns for file in folder.glob(pattern))
+    if not found:
+        return ""
+    return f"give {found[0]}" if len(found) == 1 else f"give one of its {len(found)} models, as {found[0]}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,8 @@ class Run(Workspace):
             run.folder.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in run.folder.iterdir() if not run._is_leftover(entry))
         except OSError as problem:
-            raise RunError(f"cannot make a run in {folder} ({problem.strerror})", setting="folder") from None
+            message, remedy = f"cannot make a run in {folder} ({problem.strerror})", "pass another folder"
+            raise RunError(message, setting="folder", given=str(folder), remedy=remedy) from None
         if run.config_file.name in foreign:
             raise RunError(
                 f"{folder} already holds a run",
@@ -63,16 +77,30 @@ class Run(Workspace):
         return run
 
     @classmethod
+    @contextmanager
+    def creating(cls, folder: Path | str) -> Iterator[Run]:
+        """A new run; where the block that makes it fails, no empty folder is left behind."""
+        there = Path(folder).exists()
+        run = cls.create(folder)
+        try:
+            yield run
+        except BaseException:
+            if not there:
+                with suppress(OSError):
+                    run.folder.rmdir()
+            raise
+
+    @classmethod
     def open(cls, folder: Path | str) -> Run:
         """An existing run. Nothing is written, so a read-only folder can be opened."""
         run = cls(Path(folder))
         if not run.folder.is_dir():
             what = "is a file" if run.folder.exists() else "does not exist"
-            raise RunError(f"there is no run at {folder}: it {what}", setting="folder", given=str(folder))
+            problem, remedy = f"there is no run at {folder}: it {what}", "give the folder of a run"
+            raise RunError(problem, setting="folder", given=str(folder), remedy=remedy)
         if not run.config_file.is_file():
-            raise RunError(
-                f"{folder} is not a run: it has no config.toml", setting="folder", given=str(folder)
-            )
+            problem, remedy = f"{folder} is not a run: it has no config.toml", models_below(run.folder)
+            raise RunError(problem, setting="folder", given=str(folder), remedy=remedy)
         return run
 
     @property

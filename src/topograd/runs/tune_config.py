@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from topograd.errors import ConfigError
-from topograd.limits import check_exclusive, check_rules
+from topograd.limits import MUST_EXIST, check_exclusive, check_rules
 from topograd.topology.dag import EMBEDDING, Stage, Topology
 
 Directions = Literal["plain", "random", "pissa", "dead", "safe"]
@@ -30,7 +30,7 @@ class TuneConfig:
     lora_directions: Directions = "plain"
     """Which inputs LoRA reads: plain learns it; pissa begins with the leading singular vectors; held and not
     learned: random, dead (what the old text uses least), safe (most of the new text for what of the old)."""
-    old_text: str | None = None
+    old_text: Annotated[str | None, MUST_EXIST] = None
     """Text that must not be forgotten, a file or a folder; by default the model's own, where it is needed."""
     max_forgetting: float | None = None
     """Bits per byte of the old text that LoRA may cost; where it costs more it is scaled down."""

@@ -47,25 +47,35 @@ def runtime_of(
     `made` holds matrices that are quantised already.
     """
     precision = check_precision(weights)
-    kind, _, provider = (name or _default(stack, precision)).partition(":")
-    if kind not in RUNTIMES or (kind != "onnx" and provider):
-        raise ConfigError(setting="runtime", given=name, allowed="torch, native, onnx or onnx:PROVIDER")
-    if precision not in WEIGHTS.get(kind, (precision,)):
-        problem = f"weights is {weights}, which {kind} does not run"
-        remedy = "torch keeps the model's own" if kind == "torch" else "use --runtime native"
-        raise ConfigError(problem, setting="weights", given=weights, remedy=remedy)
+    chosen = name or _default(stack, precision)
+    check_runtime(chosen, weights)
+    kind, _, provider = chosen.partition(":")
     if kind == "torch":
         return None
     if kind == "native":
         from topograd.runtime.native.runtime import NativeRuntime
 
         return NativeRuntime(stack, precision, made)
-    if not installed():
-        problem, remedy = "the runtime onnx is not installed", "pip install onnx onnxruntime"
-        raise ConfigError(problem, setting="runtime", given=name, remedy=remedy)
     from topograd.runtime.onnx_runtime import OnnxRuntime
 
     return OnnxRuntime(stack, precision, provider or "cpu", made)
+
+
+def check_runtime(name: str | None, weights: str) -> None:
+    """Raise ConfigError for a runtime that is none or not installed, and for a precision that it lacks."""
+    precision = check_precision(weights)
+    if name is None:
+        return
+    kind, _, provider = name.partition(":")
+    if kind not in RUNTIMES or (kind != "onnx" and provider):
+        raise ConfigError(setting="runtime", given=name, allowed="torch, native, onnx or onnx:PROVIDER")
+    if precision not in WEIGHTS.get(kind, (precision,)):
+        problem = f"weights is {weights}, which {kind} does not run"
+        remedy = "torch keeps the model's own" if kind == "torch" else "use --runtime native"
+        raise ConfigError(problem, setting="weights", given=weights, remedy=remedy)
+    if kind == "onnx" and not installed():
+        problem, remedy = "the runtime onnx is not installed", "pip install onnx onnxruntime"
+        raise ConfigError(problem, setting="runtime", given=name, remedy=remedy)
 
 
 def _default(stack: Stack, precision: Precision) -> str:

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from topograd.errors import ConfigError, RunError
-from topograd.files import reading_tensors, replacing, saving_tensors
+from topograd.files import DamagedFileError, reading_tensors, replacing, saving_tensors
 from topograd.runs.tensor_files import tensors_digest
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
@@ -141,8 +141,6 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
         f"delete it, or make it again with: topograd eval {file.parent} --weights {precision} --keep-weights"
     )
     with reading_tensors(file, RunError, again):
-        if not file.is_file():  # of a pipe, opening would wait for a writer
-            raise OSError("it is not a regular file")
         with safe_open(file, "numpy") as opened:
             known = opened.metadata() or {}
             if known.get("weights") != weights or known.get("precision") != precision:
@@ -151,7 +149,7 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
                 )
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         if known.get("sha256") != _digest(tensors):
-            raise OSError("its SHA-256 is not the recorded one")
+            raise DamagedFileError("its SHA-256 is not the recorded one")
     return {
         name: Quantized(
             _BITS[precision],

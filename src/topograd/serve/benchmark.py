@@ -29,6 +29,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from topograd.data.tokenizer import Tokenizer
 from topograd.decode.agreement import differences
 from topograd.decode.engine import Emitted, Engine
 from topograd.decode.sampling import Sampling
@@ -49,21 +50,25 @@ SOURCES: Sequence[ModuleType] = (
 
 def bench_serve(session: LoadedTextRun, engine: Engine, settings: ServeSettings) -> dict[str, Any]:
     """Tokens a second, the speedup over full depth, and texts that are not full depth's."""
-    prompts = code_prompts(session, settings)
+    context = session.config.model.context
+    length = min(settings.prompt_tokens, context // 2)
+    tokens = min(96, context - length) if settings.tokens is None else settings.tokens
+    if length + tokens > context:
+        allowed = f"at most {context - length} behind {length} prompt tokens"
+        raise ConfigError(setting="tokens", given=tokens, allowed=allowed)
+    prompts = code_prompts(session.tokenizer, settings.clients, length)
     scheduler = Scheduler(session, engine, Limits(rows=settings.clients), Counters())
     if settings.depth != "full" and scheduler.strategy(settings.depth).engine.plan is not engine.plan:
         raise ConfigError(setting="depth", given=settings.depth, allowed="full, a prefix or speculate")
-    written = {
-        depth: _write(scheduler, prompts, depth, settings.tokens) for depth in ("full", settings.depth)
-    }
+    written = {depth: _write(scheduler, prompts, depth, tokens) for depth in ("full", settings.depth)}
 
     def clock(depth: str) -> float:
         began = time.perf_counter()
-        _write(scheduler, prompts, depth, settings.tokens)
+        _write(scheduler, prompts, depth, tokens)
         return time.perf_counter() - began
 
     seconds = read_in_turns({depth: partial(clock, depth) for depth in written}, settings.rounds, warmup=0)
-    tokens = sum(map(len, written[settings.depth][0]))
+    made = sum(map(len, written[settings.depth][0]))
     middle = sorted(seconds[settings.depth])[settings.rounds // 2]
     speedup = ratio(seconds, "full", settings.depth).as_dict()
     drafted, accepted = written[settings.depth][1]
@@ -71,9 +76,9 @@ def bench_serve(session: LoadedTextRun, engine: Engine, settings: ServeSettings)
         "run": str(session.run.folder),
         "runtime": engine.runtime.name,
         "weights": engine.runtime.precision,
-        "settings": vars(settings),
-        "tokens_per_second": tokens / middle,
-        "full_tokens_per_second": tokens / sorted(seconds["full"])[settings.rounds // 2],
+        "settings": vars(settings) | {"tokens": tokens},
+        "tokens_per_second": made / middle,
+        "full_tokens_per_second": made / sorted(seconds["full"])[settings.rounds // 2],
         "speedup_over_full": speedup["median"],
         "spread": speedup,
         "acceptance": accepted / drafted if drafted else None,
@@ -81,24 +86,17 @@ def bench_serve(session: LoadedTextRun, engine: Engine, settings: ServeSettings)
     }
 
 
-def code_prompts(session: LoadedTextRun, settings: ServeSettings) -> list[list[int]]:
-    """As many stretches of source code as there are clients, none of them twice."""
-    length = min(settings.prompt_tokens, session.config.model.context // 2)
-    if length + settings.tokens > session.config.model.context:
-        raise ConfigError(
-            setting="tokens",
-            given=settings.tokens,
-            allowed=f"at most {session.config.model.context - length} behind {length} prompt tokens",
-        )
+def code_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
+    """Stretches of source code of so many tokens, none of them twice."""
     prompts: list[list[int]] = []
     place = 0
-    while len(prompts) < settings.clients:
+    while len(prompts) < count:
         for module in SOURCES:
             source = inspect.getsource(module)
             lines = source.splitlines(keepends=True)
             text = "".join(lines[40 * (place + 1) % len(lines) :])
-            prompt = session.tokenizer.encode(text[: 16 * length], "prompt")[:length]
-            if len(prompt) == length and len(prompts) < settings.clients:
+            prompt = tokenizer.encode(text[: 16 * length], "prompt")[:length]
+            if len(prompt) == length and len(prompts) < count:
                 prompts.append(prompt)
         place += 1
     return prompts

@@ -48,8 +48,8 @@ class ServeSettings:
     """Texts that are generated at the same time."""
     depth: str = "speculate:lookup"
     """How deep tokens go, as in `topograd generate --depth`."""
-    tokens: int = 96
-    """Tokens that each text gets."""
+    tokens: int | None = None
+    """Tokens that each text gets; by default 96, or what the context leaves."""
     prompt_tokens: int = 128
     """Tokens of each prompt, or half of the context if that is less."""
     rounds: int = 5

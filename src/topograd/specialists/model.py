@@ -27,12 +27,13 @@ from torch import Tensor
 from topograd.decode.cache import Batch
 from topograd.decode.depths import engine_of
 from topograd.decode.engine import Emitted, Engine, choose
-from topograd.decode.model import Generated, Model
+from topograd.decode.model import SOURCES, Generated, Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.strategies import DecodeStrategy, generate_tokens
 from topograd.errors import ConfigError
 from topograd.runs.adapter import Adapter
 from topograd.runs.session import LoadedTextRun, open_session
+from topograd.runtime.choice import check_runtime
 from topograd.specialists.attach import Attached, attach, by_folder, open_specialist, with_plan
 from topograd.specialists.composition import Pool, Weights, composed, composed_terms, parse_specialists
 from topograd.specialists.tokens import Vocabulary
@@ -61,7 +62,7 @@ class SpecialistPool:
         runtime: str | None = None,
         weights: str = "float32",
     ) -> SpecialistPool:
-        """The base in a folder with specialists by name; those of another base are refused."""
+        """A model with specialists by name; those of another base are refused."""
         opened = {
             name: given if isinstance(given, Adapter) else open_specialist(given)
             for name, given in specialists.items()
@@ -70,7 +71,8 @@ class SpecialistPool:
             session = base
         else:  # at the checkpoint that the specialists belong to
             first = next(iter(opened.values()), None)
-            session = open_session(base) if first is None else first.open_base(base)
+            folder = SOURCES["any"](base)
+            session = open_session(folder) if first is None else first.open_base(folder)
         return cls(attach(session, opened), pool, runtime, weights)
 
     @property
@@ -215,7 +217,8 @@ def open_composed(
     runtime: str | None = None,
     weights: str = "float32",
 ) -> ComposedModel:
-    """The base in a folder with specialists as users write them: folders, with weights where not 1."""
+    """A model with specialists as users write them: folders, with weights where not 1."""
+    check_runtime(runtime, weights)
     opened, active = open_named(specialists)
     return SpecialistPool.open(base, opened, pool, runtime, weights).model(active)
 

@@ -32,6 +32,7 @@ from topograd.decode.model import Generated, check_request
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import stage_outputs
 from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter, open_adapter
+from topograd.runtime.choice import check_runtime
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Weights, parse_specialists
 from topograd.specialists.interference import token_losses
@@ -222,13 +223,14 @@ def open_routed(
     runtime: str | None = None,
     weights: str = "float32",
 ) -> RoutedModel:
-    """The base in a folder with specialists as users write them, of which a router chooses."""
+    """A model with specialists as users write them, of which a router chooses."""
     if any(weight != 1 for weight in parse_specialists(specialists).values()):
         raise ConfigError(
             setting="specialists",
             given=specialists,
             allowed="without weights: a router chooses one of them or none",
         )
+    check_runtime(runtime, weights)
     adapters, _ = open_named(specialists)
     pool = SpecialistPool.open(base, adapters, runtime=runtime, weights=weights)
     return RoutedModel(pool, open_router(router, pool.attached, adapters))

@@ -7,7 +7,6 @@ boundaries, stages on several ranks and independent stages are runs that overrid
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -281,15 +280,8 @@ Make = Callable[[Run, TrainConfig, Data], RunTask]
 
 def start(config: TrainConfig, folder: Path | str, make: Make | None = None) -> RunTrainer:
     """A new run in an empty folder; `make` builds its task, instead of the settings' own choice."""
-    there = Path(folder).exists()
-    run = Run.create(folder)
-    try:
+    with Run.creating(folder) as run:
         return _begin(run, config, make)
-    except BaseException:
-        if not there:
-            with suppress(OSError):  # what was refused leaves no empty folder behind
-                run.folder.rmdir()
-        raise
 
 
 def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:

@@ -155,3 +155,14 @@ def test_a_layer_given_twice_no_samples_and_other_widths() -> None:
         narrowing(torch.randn(9, 4))
     with refused(GeometryError, setting="layers"):
         monitor.profile()
+
+
+def test_layers_that_do_not_run_are_left_out() -> None:
+    """As private decoders of exits that are not read."""
+    net = Net(3, 4, 0.1)
+    with StreamMonitor(net) as monitor, torch.no_grad():
+        hidden = net.blocks[1](net.blocks[0](torch.randn(9, 4, dtype=torch.float64)))
+    profile = monitor.profile()
+    assert profile.names == ("blocks.0", "blocks.1")
+    assert len(profile.ratios) == 2
+    assert torch.allclose(monitor.second_moment(), hidden.T @ hidden / 9)

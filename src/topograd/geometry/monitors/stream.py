@@ -146,12 +146,15 @@ class StreamMonitor(ModelHooks):
     def profile(self, rank: int | None = None, *, massive: bool = True) -> StreamProfile:
         """The reading of all samples since the last `reset`, at `rank`, or at the one of the monitor.
 
+        Layers that did not run, as the private decoders of other exits, are left out.
         Without `massive`, rows that are massive at some layer are left out at all of them.
         """
         self._end_pass()
         all_moments = self._rest
         if massive:
             all_moments = [rest.joined(apart) for rest, apart in zip(self._rest, self._apart, strict=True)]
+        names = tuple(n for n, moments in zip(self._layers, all_moments[1:], strict=True) if moments.count)
+        all_moments = [all_moments[0], *(moments for moments in all_moments[1:] if moments.count)]
         widths = {len(moments.mean) for moments in all_moments if moments.count}
         if len(widths) > 1:
             raise GeometryError(
@@ -166,7 +169,7 @@ class StreamMonitor(ModelHooks):
         if not 1 <= rank <= active:
             raise GeometryError(setting="rank", given=rank, allowed=f"from 1 to the input's {active}")
         return StreamProfile(
-            names=tuple(self._layers),
+            names=names,
             rank=rank,
             width=spectra.shape[1],
             samples=all_moments[0].count,
@@ -177,9 +180,10 @@ class StreamMonitor(ModelHooks):
         )
 
     def second_moment(self) -> Tensor:
-        """HᵀH / n after the last layer, of all samples since the last `reset`."""
+        """HᵀH / n after the last layer that ran, of all samples since the last `reset`."""
         self._end_pass()
-        return self._rest[-1].joined(self._apart[-1]).second_moment
+        both = [rest.joined(apart) for rest, apart in zip(self._rest, self._apart, strict=True)]
+        return next((moments for moments in reversed(both) if moments.count), both[0]).second_moment
 
     def _see_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_pass()
