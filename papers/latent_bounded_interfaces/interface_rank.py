@@ -13,8 +13,9 @@ same number of steps. The energy of an arm is the share that its r directions ho
 boundaries'.
 
 Rates: the matrices' rate of the first part is that of `interface_verdict.py`, 0.02; that of the second is
-dense's best of a grid, on a seed that is not judged. The claims are in `_claims` and were set before the
-first run. Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §A, which leaves the
+the best of a grid on a seed that is not judged, one for models that go on as they are and one for those that
+interfaces are put into. The claims are in `_claims` and were set before the first run; that these two need
+rates of their own was seen with one seed. Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §A, which leaves the
 effective interface rank open; the study is ours. Cost: `presets.py`. Limits: width 48, a megabyte of text.
 """
 
@@ -61,14 +62,14 @@ MIDDLE = 2
 def run(args: Asked) -> Result:
     """Every arm with every seed, and the claims."""
     check_seeds(args.seeds)
-    rate = FIRST_RATE if args.preset == "tiny" else best_between(GRID, partial(_tuning_loss, args))
+    rates = tuple(_tuned(args, cut) for cut in (False, True))
     rows: list[Row] = []
     for seed in range(args.seeds):
-        rows += args.kept.rows({"seed": seed}, partial(measure, _config(args, seed), rate))
+        rows += args.kept.rows({"seed": seed}, partial(measure, _config(args, seed), rates))
         args.on_more(seed + 1, args.seeds)
     return Result(
         setting=f"Six layers of width {args.width} in regions {REGIONS}: {args.steps} steps dense, then "
-        f"{args.steps // 4} with interfaces, the matrices at {rate:g}.",
+        f"{args.steps // 4} as they are, the matrices at {rates[0]:g}, or with interfaces, at {rates[1]:g}.",
         rows=rows,
         tables=(_table(rows),),
         claims=tuple(_claims(rows)),
@@ -80,19 +81,29 @@ def _config(args: Asked, seed: int) -> TrainConfig:
     return bytes_config(args, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
 
 
-def _tuning_loss(args: Asked, rate: float) -> float:
-    def make() -> Row:
-        study = Trainings(_config(args, TUNING_SEED), rate)
-        return {"ce": study.loss(*study.continued(study.dense()))}
+def _tuned(args: Asked, cut: bool) -> float:
+    """The rate of the second part, with interfaces at the middle rank or without."""
+    if args.preset == "tiny":
+        return FIRST_RATE
+    words = f"residual:r={args.width * MIDDLE // 8},basis=adjoints" if cut else None
 
-    return float(args.kept.row({"tuning": rate}, make)["ce"])
+    def loss(rate: float) -> float:
+        def make() -> Row:
+            study = Trainings(_config(args, TUNING_SEED), (rate, rate))
+            return {"ce": study.loss(*study.continued(study.dense(), words))}
+
+        return float(args.kept.row({"tuning": rate, "cut": cut}, make)["ce"])
+
+    return best_between(GRID, loss)
 
 
 class Trainings:
     """The trainings of one seed, and their losses on held-out text."""
 
-    def __init__(self, config: TrainConfig, rate: float) -> None:
-        self.config, self.rates = config, OptimizerConfig(lr_matrix=rate)
+    def __init__(self, config: TrainConfig, rates: tuple[float, ...]) -> None:
+        """`rates` are of the second part, without and with interfaces."""
+        self.config = config
+        self.plain, self.cut = (OptimizerConfig(lr_matrix=rate) for rate in rates)
         self.data: Prepared = load_data(config)[1]
 
     def loader(self, part: int) -> Loader:
@@ -112,8 +123,9 @@ class Trainings:
         stack, plan = copy.deepcopy(trained[0]), trained[1]
         if interface is not None:
             plan = prepare(stack, Topology.regions(REGIONS, interface))
-            begin_interfaces(stack, plan, self.rates, self.loader(0), steps=0)
-        fit(stack, plan, self.loader(1), max(1, self.config.steps // 4), self.rates)
+            begin_interfaces(stack, plan, self.cut, self.loader(0), steps=0)
+        rates = self.plain if interface is None else self.cut
+        fit(stack, plan, self.loader(1), max(1, self.config.steps // 4), rates)
         return stack, plan
 
     def loss(self, stack: Stack, plan: Plan) -> float:
@@ -123,9 +135,9 @@ class Trainings:
         return position_losses(stack, plan, inputs, targets).nanmean().item()
 
 
-def measure(config: TrainConfig, rate: float) -> list[Row]:
+def measure(config: TrainConfig, rates: tuple[float, ...]) -> list[Row]:
     """All arms of a seed."""
-    study, width = Trainings(config, rate), config.model.width
+    study, width = Trainings(config, rates), config.model.width
     trained = study.dense()
     spectra = boundary_spectra(study, *trained)
     needed = max(energy_rank(singular, ENOUGH) for singular in spectra)

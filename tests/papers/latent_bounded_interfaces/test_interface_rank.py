@@ -16,7 +16,7 @@ from topograd.interfaces.adjoint_rank import boundary_ranks
 
 @pytest.fixture(scope="module")
 def trainings() -> study.Trainings:
-    return study.Trainings(study._config(asked("interface-rank", "tiny"), seed=0), rate=0.01)
+    return study.Trainings(study._config(asked("interface-rank", "tiny"), seed=0), rates=(0.01, 0.01))
 
 
 def test_all_directions_make_the_dense_model(trainings: study.Trainings) -> None:
@@ -93,7 +93,7 @@ def test_each_claim_can_fail(claim: str, changed: dict[str, float]) -> None:
 
 
 def test_other_seeds_see_other_batches(trainings: study.Trainings) -> None:
-    other = study.Trainings(replace(trainings.config, seed=1), rate=0.01)
+    other = study.Trainings(replace(trainings.config, seed=1), rates=(0.01, 0.01))
     first = [next(one.loader(part))[0] for one in (trainings, other) for part in (0, 1)]
     assert len({tuple(batch.flatten().tolist()) for batch in first}) == 4
 
