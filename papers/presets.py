@@ -123,8 +123,8 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     },
     "interface-verdict": {
         "tiny": Size(0.1, 2, 8, 1),
-        "small": Size(35, 1600, 48, 3),
-        "long": Size(80, 1600, 48, 5),
+        "small": Size(42, 1600, 48, 3),
+        "long": Size(95, 1600, 48, 5),
     },
     "interface-rank": {"tiny": Size(0.1, 4, 8, 1), "small": Size(12, 1600, 48, 3)},
     "forward-sweeps": {"tiny": Size(0.1, 2, 8, 1), "small": Size(8, 400, 48, 3)},

@@ -15,8 +15,9 @@ boundaries'.
 Rates: the matrices' rate of the first part is that of `interface_verdict.py`, 0.02; that of the second is
 the best of a grid on a seed that is not judged, one for models that go on as they are and one for those that
 interfaces are put into. The claims are in `_claims` and were set before the first run; that these two need
-rates of their own was seen with one seed. Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §A, which leaves the
-effective interface rank open; the study is ours. Cost: `presets.py`. Limits: width 48, a megabyte of text.
+rates of their own was seen with one seed. Source: "LBI: Parallel Scan Backpropagation via Latent Bounded
+Interfaces" §A, which leaves the effective interface rank open; the study is ours. Cost: `presets.py`.
+Limits: width 48, a megabyte of text.
 """
 
 from __future__ import annotations
