@@ -131,15 +131,8 @@ def sample_parts(
         record: dict[str, Any] = {"name": one.name, "value": None, "interval": None, "calibrated": False}
         record |= {"reason": one.reason, "localization": one.localization}
         if found is not None:
-            record |= {
-                "value": found.value,
-                "interval": list(found.interval),
-                "calibrated": found.calibrated,
-                "virial": found.virial,
-                "weights": found.weights,
-                "n_beta": found.n_beta,
-                "terms": found.terms,
-            }
+            names = ("value", "calibrated", "virial", "weights", "n_beta", "terms")
+            record |= {name: getattr(found, name) for name in names} | {"interval": list(found.interval)}
         yield record
 
 

@@ -79,8 +79,10 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
             write_onnx(temporary, session)
         else:
             stack, tokenizer = cast(Transformer, session.stack), session.tokenizer.to_hf()
-            if isinstance(session.stack, Adapted):
-                _write_adapted(temporary, session.stack, tokenizer)
+            if isinstance(session.stack, Adapted):  # transformers runs it, and writes it itself
+                with quiet_transformers(), saving_tensors(temporary / "model.safetensors"):
+                    session.stack.model.save_pretrained(temporary)  # type: ignore[operator]
+                tokenizer.save(temporary / "tokenizer.json")
             elif format_ == "hf":
                 _write_folder(temporary, stack, tokenizer)
             else:
@@ -149,13 +151,6 @@ def _tensors(stack: Transformer, naming: Any) -> dict[str, Tensor]:
         there.name: (own[name] if there.write is None else there.write(own[name])).detach().contiguous()
         for name, there in tensor_names(family_config(stack), naming).items()
     }
-
-
-def _write_adapted(folder: Path, stack: Adapted, tokenizer: HFTokenizer) -> None:
-    """The module that transformers runs, as it writes it itself."""
-    with quiet_transformers(), saving_tensors(folder / "model.safetensors"):
-        stack.model.save_pretrained(folder)  # type: ignore[operator]
-    tokenizer.save(folder / "tokenizer.json")
 
 
 def _write_folder(folder: Path, stack: Transformer, tokenizer: HFTokenizer) -> None:

@@ -398,10 +398,7 @@ class EarlyWarning(ModelHooks):
         self._seen["logits"] = output.detach().abs().max()
         factor = "anisotropy" in self._wanted or "head_bottom" in self._wanted
         if output.requires_grad and factor and self._slow_next():
-            output.register_hook(self._see_head_gradient)
-
-    def _see_head_gradient(self, gradient: Tensor) -> None:
-        self._seen["gradients"] = _sampled_rows(gradient)
+            output.register_hook(lambda gradient: self._seen.update(gradients=_sampled_rows(gradient)))
 
 
 def _sampled_rows(hidden: Tensor) -> Tensor:
