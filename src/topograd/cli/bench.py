@@ -1,7 +1,5 @@
 """`topograd bench`: strategies of decoding, alone and in a server; in a clone also `bench pipeline`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping

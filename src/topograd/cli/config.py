@@ -3,8 +3,6 @@
 An editor that knows TOML schemas reads the first line of a config file: `#:schema train.schema.json`.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import types

@@ -1,7 +1,5 @@
 """`topograd consolidate`: checkpoints that several processes wrote, as those of one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

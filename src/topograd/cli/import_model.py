@@ -1,7 +1,5 @@
 """`topograd import`: make a run of a model from outside."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`topograd retrofit`: give a frozen model a draft stage and a table of its own text, in an adapter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal

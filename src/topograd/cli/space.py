@@ -3,8 +3,6 @@
 Only the measured properties of a run do; torch is loaded when they are asked for.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -14,8 +14,6 @@ by several stages cannot be written, and are refused. Specialists are adapters a
 were imported; our own GPT has no counterpart there. One that transformers runs here has hf and peft alone.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -19,8 +19,6 @@ decoding is timed: every prompt has been read when the clock starts (but not in 
 Limits: a few prompts, a noisy machine. Read the quartiles.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

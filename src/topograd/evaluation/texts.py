@@ -8,8 +8,6 @@ lm-eval does, so its numbers are ours.
 A context that is longer than the model's is cut from the left, and the answer says by how much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

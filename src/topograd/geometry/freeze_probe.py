@@ -26,8 +26,6 @@ Limits. Those of `rules/powers.py`. Straight lines to t = 0: no trained model co
 that are no modules (`nn.MultiheadAttention`, einsum) cannot be named. A float64 copy of the weights is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field

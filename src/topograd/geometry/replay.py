@@ -7,8 +7,6 @@ computed. Where a parameter is in no layer, or a layer is called not once, or no
 Limits. Layers must not store state between calls, and the inputs must be those of the recorded pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any

@@ -20,8 +20,6 @@ Limits. Second moments of few tokens: where a text has fewer rows than d, its de
 sample. Says nothing of the layers that follow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ Cost: one run of the model. Limits: convolutions are not looked at. Weights that
 (parametrizations) are not parameters, and not found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace

@@ -32,8 +32,6 @@ Limits. One example and one g: evidence, not a proof. Several maps in one matrix
 `notes` and not tried.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ there. The draws come from torch's generator, so that a resumed run draws the sa
 computed all the same and its result dropped. Limits: layers that keep the shape of their state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

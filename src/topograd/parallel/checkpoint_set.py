@@ -14,8 +14,6 @@ rank 0 hashes and syncs, the others wait as long as it lives: a slow disk is no 
 "extra.<name>" other tensors of the training.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ to. On CPUs the backend is gloo, on GPUs NCCL with a GPU for each local rank. Me
 their order and need no tags, which NCCL does not have.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -11,8 +11,6 @@ For a target of several tokens t_1..t_n behind a prompt p: rank, logit and proba
 §8.2.1). With a passage in front of the prompt all of it is read a second time. The rank counts from 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -18,8 +18,6 @@ compared with is in `papers/latent_bounded_interfaces/interface_verdict.py`. Lim
 that is STEPS old may not be those that a later one needs.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -14,8 +14,6 @@ Limits. transformers gives a callback no loss but the one that it logs: it is re
 the mean since the log before. Numbers that are not finite are null in a JSON file.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -46,8 +46,6 @@ Limits. A signal that drifts steadily faster than its noise alarms too. On shard
 own part.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

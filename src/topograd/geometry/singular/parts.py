@@ -18,8 +18,6 @@ Limits. Heads are those that `heads.py` finds. Keys and values that several head
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
