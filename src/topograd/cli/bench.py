@@ -55,7 +55,6 @@ _SCRIPTS = {"pipeline": "pipeline_ways"}
 
 
 def run(argv: list[str]) -> int:
-    """Measure, print, return the exit code."""
     if argv and argv[0] in _SCRIPTS:
         return _script(_SCRIPTS[argv[0]], argv[1:])
     args = parse_one_of(_KINDS, argv, "bench", others=_SCRIPTS)

@@ -52,7 +52,6 @@ class Calibrate:
 
 
 def run(argv: list[str]) -> int:
-    """Measure, keep, print, return the exit code."""
     args = parse(Calibrate, argv, "calibrate")
     from topograd.cli.progress import counted
     from topograd.convert.model_argument import resolve_model

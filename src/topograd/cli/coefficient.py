@@ -55,7 +55,6 @@ class Coefficient:
 
 
 def run(argv: list[str]) -> int:
-    """Sample, print, return the exit code."""
     args = parse(Coefficient, argv, "coefficient")
     from topograd.cli.probe_model import open_probe
     from topograd.geometry.singular.parts import head_parts, layer_parts

@@ -23,7 +23,6 @@ class Compare:
 
 
 def run(argv: list[str]) -> int:
-    """Compare, print, return the exit code."""
     args = parse(Compare, argv, "compare")
     if not args.models:
         raise ConfigError("there is no run to compare", remedy="give some: topograd compare MODEL MODEL")

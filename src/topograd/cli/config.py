@@ -22,7 +22,6 @@ class Schema:
 
 
 def run(argv: list[str]) -> int:
-    """Print the schema and return the exit code."""
     parse_one_of({"schema": Schema}, argv, "config")
     print(json.dumps(train_schema(), indent=2))
     return 0

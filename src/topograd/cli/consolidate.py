@@ -22,7 +22,6 @@ class Consolidate:
 
 
 def run(argv: list[str]) -> int:
-    """Consolidate, say where, return the exit code."""
     args = parse(Consolidate, argv, "consolidate")
     if args.out is None and len(args.folders) != 1:
         raise ConfigError(

@@ -54,7 +54,6 @@ class Requirement:
 
 
 def run(argv: list[str]) -> int:
-    """Look at everything, print it, return the exit code."""
     args = parse(Doctor, argv, "doctor")
     found = examine()
     show(args.json, found, doctor_table)

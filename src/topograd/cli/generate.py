@@ -134,7 +134,6 @@ class Generate(Decoding):
 
 
 def run(argv: list[str]) -> int:
-    """Write a continuation and return the exit code."""
     args = parse(Generate, argv, "generate")
     if args.html is not None:
         folder = args.html.parent

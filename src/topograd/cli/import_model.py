@@ -29,7 +29,6 @@ class Import:
 
 
 def run(argv: list[str]) -> int:
-    """Import, say what came of it, return the exit code."""
     args = parse(Import, argv, "import")
     from topograd.convert.importing import import_model
 

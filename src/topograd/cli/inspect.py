@@ -48,7 +48,6 @@ class Inspect:
 
 
 def run(argv: list[str]) -> int:
-    """Inspect, write the page, print, return the exit code."""
     args = parse(Inspect, argv, "inspect")
     began = time.perf_counter()
     if args.series is not None:

@@ -44,7 +44,6 @@ class Retrofit:
 
 
 def run(argv: list[str]) -> int:
-    """Write, teach, keep, print, return the exit code."""
     args = parse(Retrofit, argv, "retrofit")
     from topograd.convert.draft_training import DraftTraining
     from topograd.convert.own_text import OwnTextConfig

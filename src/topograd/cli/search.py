@@ -275,7 +275,6 @@ _WAYS: dict[str, type[Dp | Soft | Surgery | Pareto | Choose]] = {
 
 
 def run(argv: list[str]) -> int:
-    """Search in one way and return the exit code."""
     resumes(argv)
     args = parse_one_of(_WAYS, argv, "search")
     from topograd.cli import search_tables as tables

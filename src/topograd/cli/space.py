@@ -117,7 +117,6 @@ _QUESTIONS: dict[str, type[Show | Join | Count | Properties]] = {
 
 
 def run(argv: list[str]) -> int:
-    """Answer one question about the space and return the exit code."""
     args = parse_one_of(_QUESTIONS, argv, "space")
     match args:
         case Show():
