@@ -10,8 +10,6 @@ Limits. It does not tell a small direction from a dead one: a thousand tiny valu
 one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

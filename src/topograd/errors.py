@@ -5,8 +5,6 @@ builtin that a caller would expect, so `except ValueError` works too. The comman
 the flag in place of the setting, and exits with code 2.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ A dataclass of settings calls `check_numbers(self, ...)` in its `__post_init__`.
 useful values and below what a machine can hold: a digit too many raises at once, and nothing is allocated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from topograd.errors import ConfigError, TopogradError

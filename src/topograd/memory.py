@@ -5,8 +5,6 @@ counted, so with gradients already allocated the peak of a training step is its 
 whatever it holds for a moment. Limits: scratch space inside a kernel is not seen; the code runs slower.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Dataclasses of settings from the nested tables of a TOML or JSON file, every value checked."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass

@@ -9,8 +9,6 @@ a name whose value lives in a package above it, and never names that package: `t
 the entries of upper packages, from above them all.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The command `topograd`: one module for each verb, and what the verbs share."""
+"""The command `topograd`: a module for each verb, whose `run` gives the exit code, and what verbs share."""
 
 import sys
 

@@ -1,7 +1,5 @@
 """`topograd bench`: strategies of decoding, alone and in a server; in a clone also `bench pipeline`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -57,7 +55,6 @@ _SCRIPTS = {"pipeline": "pipeline_ways"}
 
 
 def run(argv: list[str]) -> int:
-    """Measure, print, return the exit code."""
     if argv and argv[0] in _SCRIPTS:
         return _script(_SCRIPTS[argv[0]], argv[1:])
     args = parse_one_of(_KINDS, argv, "bench", others=_SCRIPTS)

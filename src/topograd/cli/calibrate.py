@@ -52,7 +52,6 @@ class Calibrate:
 
 
 def run(argv: list[str]) -> int:
-    """Measure, keep, print, return the exit code."""
     args = parse(Calibrate, argv, "calibrate")
     from topograd.cli.progress import counted
     from topograd.convert.model_argument import resolve_model
@@ -120,27 +119,15 @@ def _text(session: LoadedTextRun, limit_bytes: int) -> Text:
 def rules(calibration: Calibration, measuring: Readings) -> list[dict[str, Any]]:
     """Every rule at its calibrated settings, and what it does on text that it has not seen."""
     from topograd.decode.calibration.measure import EPS
-    from topograd.decode.calibration.policy import Rule, agreement, exits, thresholds
+    from topograd.decode.calibration.policy import Rule, judged, thresholds
 
     rows = []
     for rule in get_args(Rule):
         for value in EPS if rule == "flip-rate" else (1.0,):
-            if rule == "flip-rate":
-                limits = thresholds(calibration, rule, eps=value)
-            else:
-                limits = thresholds(calibration, rule, safety=value)
-            left = exits(measuring, limits)
-            counts = left.bincount(minlength=calibration.stages).double()
-            rows.append(
-                {
-                    "rule": rule,
-                    "number": value,
-                    "thresholds": list(limits),
-                    "agreement": agreement(measuring, left),
-                    "exits": (counts / len(left)).tolist(),
-                    "mean_stage": left.double().mean().item() + 1,
-                }
-            )
+            setting = "eps" if rule == "flip-rate" else "safety"
+            limits = thresholds(calibration, rule, **{setting: value})
+            about = {"rule": rule, "number": value, "thresholds": list(limits)}
+            rows.append(about | judged(measuring, limits))
     return rows
 
 

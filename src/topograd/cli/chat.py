@@ -41,7 +41,6 @@ class Chat(Decoding):
 
 
 def run(argv: list[str]) -> int:
-    """Answer --prompt, or each line of standard input, and return the exit code."""
     args = parse(Chat, argv, "chat")
     model = open_model(args.model, args.specialists, args.runtime, args.weights, args.router)
     conversation = _Conversation(args, model)

@@ -55,7 +55,6 @@ class Coefficient:
 
 
 def run(argv: list[str]) -> int:
-    """Sample, print, return the exit code."""
     args = parse(Coefficient, argv, "coefficient")
     from topograd.cli.probe_model import open_probe
     from topograd.geometry.singular.parts import head_parts, layer_parts
@@ -131,15 +130,8 @@ def sample_parts(
         record: dict[str, Any] = {"name": one.name, "value": None, "interval": None, "calibrated": False}
         record |= {"reason": one.reason, "localization": one.localization}
         if found is not None:
-            record |= {
-                "value": found.value,
-                "interval": list(found.interval),
-                "calibrated": found.calibrated,
-                "virial": found.virial,
-                "weights": found.weights,
-                "n_beta": found.n_beta,
-                "terms": found.terms,
-            }
+            names = ("value", "calibrated", "virial", "weights", "n_beta", "terms")
+            record |= {name: getattr(found, name) for name in names} | {"interval": list(found.interval)}
         yield record
 
 

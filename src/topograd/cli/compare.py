@@ -1,7 +1,5 @@
 """`topograd compare`: runs side by side."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +23,6 @@ class Compare:
 
 
 def run(argv: list[str]) -> int:
-    """Compare, print, return the exit code."""
     args = parse(Compare, argv, "compare")
     if not args.models:
         raise ConfigError("there is no run to compare", remedy="give some: topograd compare MODEL MODEL")

@@ -4,8 +4,6 @@ The shell asks `topograd completion words TYPED...` for what may come next, so t
 version takes. Where a path or a text belongs, nothing is answered, and the shell completes files.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from typing import ClassVar

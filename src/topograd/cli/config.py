@@ -3,8 +3,6 @@
 An editor that knows TOML schemas reads the first line of a config file: `#:schema train.schema.json`.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import types
@@ -24,7 +22,6 @@ class Schema:
 
 
 def run(argv: list[str]) -> int:
-    """Print the schema and return the exit code."""
     parse_one_of({"schema": Schema}, argv, "config")
     print(json.dumps(train_schema(), indent=2))
     return 0

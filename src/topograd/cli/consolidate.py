@@ -1,7 +1,5 @@
 """`topograd consolidate`: checkpoints that several processes wrote, as those of one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +22,6 @@ class Consolidate:
 
 
 def run(argv: list[str]) -> int:
-    """Consolidate, say where, return the exit code."""
     args = parse(Consolidate, argv, "consolidate")
     if args.out is None and len(args.folders) != 1:
         raise ConfigError(

@@ -1,7 +1,5 @@
 """`topograd demo`: the packaged model decodes, and a staged and a backprop model are trained and compared."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

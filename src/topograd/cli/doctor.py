@@ -6,8 +6,6 @@ up, so that none of them can break this. What is required comes from the package
 a required package, or the model that comes with the package.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os
@@ -56,7 +54,6 @@ class Requirement:
 
 
 def run(argv: list[str]) -> int:
-    """Look at everything, print it, return the exit code."""
     args = parse(Doctor, argv, "doctor")
     found = examine()
     show(args.json, found, doctor_table)

@@ -48,7 +48,6 @@ class Eval:
 
 
 def run(argv: list[str]) -> int:
-    """Measure, print, return the exit code."""
     if argv[:1] == ["core"]:  # a run in a folder of that name is ./core
         from topograd.cli.eval_core import run as run_core
 

@@ -52,7 +52,6 @@ class Core:
 
 
 def run(argv: list[str]) -> int:
-    """Evaluate, print, return the exit code."""
     args = parse(Core, argv, "eval core")
     from topograd.evaluation.tasks import chosen_tasks, find_files
 

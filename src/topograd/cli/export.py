@@ -27,7 +27,6 @@ class Export:
 
 
 def run(argv: list[str]) -> int:
-    """Export, say what was written, return the exit code."""
     args = parse(Export, argv, "export")
     if args.weights is not None and args.format != "gguf":
         raise ConfigError(

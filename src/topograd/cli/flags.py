@@ -9,8 +9,6 @@ before, by `check`, so that the error names the flag and what it takes.
     a field marked Positional                  no name; help and errors show its metavar
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

@@ -150,7 +150,6 @@ class Generate(Decoding):
 
 
 def run(argv: list[str]) -> int:
-    """Write a continuation and return the exit code."""
     args = parse(Generate, argv, "generate")
     check_new_file("html", args.html)
     grammar = None if args.json_schema is None else _schema(args.json_schema)

@@ -1,7 +1,5 @@
 """`topograd import`: make a run of a model from outside."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +29,6 @@ class Import:
 
 
 def run(argv: list[str]) -> int:
-    """Import, say what came of it, return the exit code."""
     args = parse(Import, argv, "import")
     from topograd.convert.importing import import_model
 

@@ -48,7 +48,6 @@ class Inspect:
 
 
 def run(argv: list[str]) -> int:
-    """Inspect, write the page, print, return the exit code."""
     args = parse(Inspect, argv, "inspect")
     check_new_file("out", args.out)
     began = time.perf_counter()

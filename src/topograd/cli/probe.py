@@ -36,7 +36,6 @@ class Question:
 
 
 def run(argv: list[str]) -> int:
-    """Probe, print, return the exit code."""
     if argv[:1] == ["ladder"]:
         from topograd.cli.probe_ladder import run as run_ladder
 

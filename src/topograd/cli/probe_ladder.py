@@ -71,7 +71,6 @@ class Ladder:
 
 
 def run(argv: list[str]) -> int:
-    """Probe, print, return the exit code."""
     args = parse(Ladder, argv, "probe ladder")
     if args.model is not None and args.module is not None:
         raise ConfigError("MODEL and --module are given", setting="module", remedy="give one of them")

@@ -28,7 +28,6 @@ class Report:
 
 
 def run(argv: list[str]) -> int:
-    """Write the report, say where it lies, return the exit code."""
     args = parse(Report, argv, "report")
     from topograd.runs.adapter import is_adapter
 

@@ -1,7 +1,5 @@
 """`topograd retrofit`: give a frozen model a draft stage and a table of its own text, in an adapter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,7 +44,6 @@ class Retrofit:
 
 
 def run(argv: list[str]) -> int:
-    """Write, teach, keep, print, return the exit code."""
     args = parse(Retrofit, argv, "retrofit")
     from topograd.convert.draft_training import DraftTraining
     from topograd.convert.own_text import OwnTextConfig

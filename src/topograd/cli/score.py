@@ -52,7 +52,6 @@ class Score:
 
 
 def run(argv: list[str]) -> int:
-    """Score, print, return the exit code."""
     args = parse(Score, argv, "score")
     if not args.continuation:
         raise ConfigError(

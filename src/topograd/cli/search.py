@@ -276,7 +276,6 @@ _WAYS: dict[str, type[Dp | Soft | Surgery | Pareto | Choose]] = {
 
 
 def run(argv: list[str]) -> int:
-    """Search in one way and return the exit code."""
     resumes(argv)
     args = parse_one_of(_WAYS, argv, "search")
     from topograd.cli import search_tables as tables
@@ -409,15 +408,9 @@ def _pareto(args: Pareto) -> dict[str, Any]:
 
 
 def _row(tried: Tried) -> dict[str, Any]:
-    return {
-        "number": tried.number,
-        "partition": list(tried.candidate.composition.parts),
-        "settings": dict(tried.candidate.settings),
-        "steps": tried.steps,
-        "values": tried.values,
-        "state": tried.state,
-        "on_front": tried.on_front,
-    }
+    own = {name: getattr(tried, name) for name in ("number", "steps", "values", "state", "on_front")}
+    candidate = tried.candidate
+    return own | {"partition": list(candidate.composition.parts), "settings": dict(candidate.settings)}
 
 
 def _choose(args: Choose) -> dict[str, Any]:

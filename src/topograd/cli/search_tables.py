@@ -1,7 +1,5 @@
 """The answers of `topograd search` as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

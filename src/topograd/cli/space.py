@@ -3,8 +3,6 @@
 Only the measured properties of a run do; torch is loaded when they are asked for.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +118,6 @@ _QUESTIONS: dict[str, type[Show | Join | Count | Properties]] = {
 
 
 def run(argv: list[str]) -> int:
-    """Answer one question about the space and return the exit code."""
     args = parse_one_of(_QUESTIONS, argv, "space")
     match args:
         case Show():

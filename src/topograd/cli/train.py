@@ -71,7 +71,6 @@ class Train:
 
 
 def run(argv: list[str]) -> int:
-    """Train, print the results, return the exit code."""
     try:
         args = _read(argv)
         spread = None if args.parallel is None else ParallelConfig.parse(args.parallel)

@@ -4,8 +4,6 @@ Networks have other settings than models of text (--model names one, where --mod
 other), so the two tasks have flags of their own, made from a dataclass each; what they share is one base.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal

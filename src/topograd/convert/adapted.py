@@ -11,8 +11,6 @@ Cost: generation runs the whole prefix again for each token, since such layers k
 the extra `hf`; models that do something to their logits, or between layers, are refused.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ A licence is never guessed: it is what the source names (`general.license` of a 
 head of a folder's README.md), or the card says that it must be looked up.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress

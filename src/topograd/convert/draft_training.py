@@ -14,8 +14,6 @@ Cost a token: 6 multiply-adds a parameter and step, and 4 |V| width for the froz
 (Li et al. 2025) §3.2: no regression on states, a loss on tokens alone, on own states.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

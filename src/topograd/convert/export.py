@@ -14,8 +14,6 @@ by several stages cannot be written, and are refused. Specialists are adapters a
 were imported; our own GPT has no counterpart there. One that transformers runs here has hf and peft alone.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping
@@ -80,8 +78,10 @@ def export_model(model: Path | str, out: Path | str, format_: str, kind: str = "
             write_onnx(temporary, session)
         else:
             stack, tokenizer = cast(Transformer, session.stack), session.tokenizer.to_hf()
-            if isinstance(session.stack, Adapted):
-                _write_adapted(temporary, session.stack, tokenizer)
+            if isinstance(session.stack, Adapted):  # transformers runs it, and writes it itself
+                with quiet_transformers(), saving_tensors(temporary / "model.safetensors"):
+                    session.stack.model.save_pretrained(temporary)  # type: ignore[operator]
+                tokenizer.save(temporary / "tokenizer.json")
             elif format_ == "hf":
                 _write_folder(temporary, stack, tokenizer)
             else:
@@ -150,13 +150,6 @@ def _tensors(stack: Transformer, naming: Any) -> dict[str, Tensor]:
         there.name: (own[name] if there.write is None else there.write(own[name])).detach().contiguous()
         for name, there in tensor_names(family_config(stack), naming).items()
     }
-
-
-def _write_adapted(folder: Path, stack: Adapted, tokenizer: HFTokenizer) -> None:
-    """The module that transformers runs, as it writes it itself."""
-    with quiet_transformers(), saving_tensors(folder / "model.safetensors"):
-        stack.model.save_pretrained(folder)  # type: ignore[operator]
-    tokenizer.save(folder / "tokenizer.json")
 
 
 def _write_folder(folder: Path, stack: Transformer, tokenizer: HFTokenizer) -> None:

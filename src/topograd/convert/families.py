@@ -5,8 +5,6 @@ that was built on the meta device by assignment, so that a tensor that is alread
 copied; `tensor_names.py` says what they are called. `stack_of` makes a stack of a model of transformers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, get_args

@@ -14,8 +14,6 @@ with a cache; other architectures, of folders, are run by transformers and recom
 of the folder is run and no pickle is read.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import ExitStack

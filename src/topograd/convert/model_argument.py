@@ -17,8 +17,6 @@ process has open stays. `topograd import` makes a run with other stages or anoth
 Cost of the second use: a stat of each large file (`data/digest_cache.py`) and a hash of the small ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -12,8 +12,6 @@ A text's margins say how far ahead the best logit of each stage must be for a to
 chains whose stages read the one before them and that predict by their last stage; float32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

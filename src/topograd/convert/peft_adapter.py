@@ -16,8 +16,6 @@ Source: "LoRA" (Hu et al. 2021), "rsLoRA" (Kalajdzievski 2023), "DoRA" (Liu et a
 those of peft 0.19 to 0.21.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

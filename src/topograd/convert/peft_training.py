@@ -10,8 +10,6 @@ requires_grad=False. The model computes the same as before. A rate ten times LoR
 It needs peft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -12,8 +12,6 @@ Cost: a token of own text is a row at full depth in a batch, and the training ab
 survive a kill and resume; the work is in the folder `text`, or beside the adapter until that is whole.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

@@ -7,8 +7,6 @@
     Gemma, GGUF             a norm's gain is 1 + weight
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args

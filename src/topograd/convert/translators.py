@@ -13,8 +13,6 @@ teacher-forced, on the model's own text. Source: "Eliciting Latent Predictions f
 Tuned Lens" (Belrose et al. 2023), which trains; the start by least squares is ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -11,8 +11,6 @@ forces the full check.
 Cost: a stat and a small file instead of reading everything; SHA-256 takes about a second for a gigabyte.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

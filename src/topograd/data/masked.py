@@ -5,8 +5,6 @@ follow from the seed and its place in the text alone, so that a run can be conti
 Source: "BERT" (Devlin et al. 2018) §3.1 with its 15 %; every hidden token becomes the mask.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

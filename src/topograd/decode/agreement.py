@@ -4,8 +4,6 @@ In float32 a position is rounded differently in another batch shape. Where the t
 are closer than TIE times the largest, either may win: such a difference is a tie, every other a mismatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

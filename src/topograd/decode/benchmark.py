@@ -19,8 +19,6 @@ decoding is timed: every prompt has been read when the clock starts (but not in 
 Limits: a few prompts, a noisy machine. Read the quartiles.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from torch import nn
 from topograd.data.windows import Text
 from topograd.decode.agreement import differences, distinct, identical, mean_exit
 from topograd.decode.calibration.measure import Calibration, Readings, heldout_readings
-from topograd.decode.calibration.policy import agreement, exits, thresholds
+from topograd.decode.calibration.policy import judged, thresholds
 from topograd.decode.calibration.tune import Tuning, record, replay, tune
 from topograd.decode.depths import PRUNING_VOCAB, engine_of, speculation_of
 from topograd.decode.drafters import DraftRule
@@ -223,16 +221,12 @@ def _wand(
     for name, strategy in strategies.items():
         if not isinstance(strategy, Wand):
             continue
-        left = exits(unseen, strategy.thresholds)
-        shares = torch.bincount(left, minlength=strategy.engine.last + 1).double() / len(left)
         curve.append(
             {
                 "rule": name.removeprefix("wand:"),
                 "speedup": speed[name]["median"],
                 "spread": speed[name],
-                "agreement": agreement(unseen, left),
-                "exits": shares.tolist(),
-                "mean_stage": (left.double().mean() + 1).item(),
+                **judged(unseen, strategy.thresholds),
                 "identical": identical(written[name].texts, written["full"].texts),
                 "free_running_mean_stage": mean_exit(written[name].texts),
             }

@@ -37,7 +37,7 @@ from topograd.decode.sequence import Sequence
 from topograd.errors import StackError
 from topograd.nn.array_slots import ArrayBuffer
 from topograd.nn.host_numbers import send
-from topograd.nn.slots import Place, PlaceTable, SlotBuffer, Spans
+from topograd.nn.slots import Group, Place, PlaceTable, SlotBuffer, Spans
 from topograd.runtime.protocol import (
     ArrayRuntime,
     ArrayStageCache,
@@ -314,35 +314,31 @@ class Cache:
         elif whole:
             self._run_from_start(batch, stage, spans)
         else:
-            from topograd.exec.forward import run_stage
-
-            ctx = self._bus_of(batch, spans)
-            received = [
-                ctx.x0 if port.source == EMBEDDING else spans.read(self.outputs[port])
-                for port, _ in self.plan.stages[stage].inputs
-            ]
-            h, sent = run_stage(self.stack, self.plan.stages[stage], received, ctx, self.stages[stage])
-            self._keep(stage, h, sent, spans.write)
+            self._run_tensors(stage, self._bus_of(batch, spans), spans)
         for sequence, stop in zip(batch, stops, strict=True):
             for index in (stage, *behind):
                 sequence.marks[index] = stop
 
     def _run_from_start(self, batch: list[Sequence], stage: int, spans: Spans) -> None:
         """A stage that keeps nothing: its whole prefix, for sequences of one length at a time."""
-        from topograd.exec.forward import run_stage
-
         first = 0
         for group in spans.groups:
             rows = batch[first : first + group.rows]
             first += group.rows
             inputs = send([sequence.tokens for sequence in rows], self.device)
             ctx = self.runtime.layer_context(group.read(self.outputs[EMBEDDING]), inputs)
-            received = [
-                ctx.x0 if port.source == EMBEDDING else group.read(self.outputs[port])
-                for port, _ in self.plan.stages[stage].inputs
-            ]
-            h, sent = run_stage(self.stack, self.plan.stages[stage], received, ctx, self.stages[stage])
-            self._keep(stage, h, sent, group.write)
+            self._run_tensors(stage, ctx, group)
+
+    def _run_tensors(self, stage: int, ctx: LayerContext, new: Spans | Group) -> None:
+        """A stage on these new positions, from what the stages before it sent."""
+        from topograd.exec.forward import run_stage
+
+        planned = self.plan.stages[stage]
+        received = [
+            ctx.x0 if port.source == EMBEDDING else new.read(self.outputs[port]) for port, _ in planned.inputs
+        ]
+        h, sent = run_stage(self.stack, planned, received, ctx, self.stages[stage])
+        self._keep(stage, h, sent, new.write)
 
     def _run_arrays(self, stages: list[int], spans: Spans, cache: Any, source: Key) -> None:
         """A chain of stages, of which the first reads another as it is, in a runtime that takes arrays."""

@@ -10,8 +10,6 @@ Source: "FR-Spec" (Zhao et al. 2025). Limits: where a stack cannot lend its head
 are gathered for each position, which costs what it saves.
 """
 
-from __future__ import annotations
-
 import copy
 
 from torch import Tensor, nn

@@ -6,8 +6,6 @@ Transformers via Speculative Decoding" (Leviathan et al. 2023) §2. Limits: text
 context are not drafted; both models are in memory.
 """
 
-from __future__ import annotations
-
 from collections import abc
 
 from torch import Tensor

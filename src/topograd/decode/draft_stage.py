@@ -14,8 +14,6 @@ that is native, else in torch; about a fifteenth of SmolLM2. Limits: the first r
 nothing, since the model has no state yet.
 """
 
-from __future__ import annotations
-
 from collections import abc
 
 import torch

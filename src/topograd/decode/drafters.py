@@ -21,8 +21,6 @@ Source: "Product of Experts" §5.4 for prefixes; "Prompt Lookup Decoding" (A. Sa
 that loops flatters every drafter.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import abc

@@ -14,8 +14,6 @@ Limits. What a pool gains is in docs/results/2026-11-18-learned-pools.md. Every 
 nothing leaves early, and drafts are of full depth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -30,8 +30,6 @@ and a smaller margin (1.7, 2.3). That an unsure branch should count less is a he
 no reliable gain from weighting by confidence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -21,8 +21,6 @@ Limits: of a prompt that is longer than the context, its end counts; where sever
 pooled, r scales log-probabilities and not logits.
 """
 
-from __future__ import annotations
-
 from collections import Counter, abc
 
 import torch

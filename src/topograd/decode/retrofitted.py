@@ -9,8 +9,6 @@ one of another model raises RunError (`runs/adapter.py`). Exits are read where t
 they belong to what the run's prefixes predict, and to its calibration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ distribution p. The mean of log p - log q over them is then an estimate of KL(p 
 Cost: one forward pass of a token for each of `length`, all rows side by side.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

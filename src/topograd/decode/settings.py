@@ -1,7 +1,5 @@
 """Settings of the decoding benchmark. Imports no torch, so that `--help` answers at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from topograd.errors import ConfigError

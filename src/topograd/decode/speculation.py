@@ -22,8 +22,6 @@ Limits. In float32, the same position in another batch shape is rounded differen
 two best logits are closer than that, the token can differ from token-by-token decoding. In float64 none did.
 """
 
-from __future__ import annotations
-
 from collections import abc
 
 import torch

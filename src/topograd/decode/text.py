@@ -16,8 +16,6 @@ with "c" and "abcd", the token "abcd" leaves nothing, and "abc" then "d" leave "
 the text alone.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Mapping, Sequence
 

@@ -16,8 +16,6 @@ every exit, so it changes no gain; a repetition penalty scales gains by it.
 In a batch, the sequences that have not left share each later stage.
 """
 
-from __future__ import annotations
-
 import math
 from collections import abc
 

@@ -12,8 +12,6 @@ Items are scored in blocks that depend on nothing but their place, and each bloc
 (`item_log.py`): an evaluation that was killed resumes at the block that it was in, to the same numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the fitted pools of a run's exits gain on text that they were not fitted to."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ results have equal intervals. Cost: O(DRAWS · items). Source: Efron's percentil
 items, or an accuracy of 0 or 1, the interval is too short; 0 of n has the interval [0, 0].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

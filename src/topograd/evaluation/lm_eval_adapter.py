@@ -10,8 +10,6 @@ predicted. Tokens are split between context and continuation by lm-eval itself; 
 Limits: one process, no chat templates, greedy `generate_until` one request at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

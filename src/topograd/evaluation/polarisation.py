@@ -10,8 +10,6 @@ for a win, less is a near-tie; `paper` is the word that it would use. Tasks are 
 them. Limits: of 22 tasks about one is outside its 95 % interval by chance, so one win is no polarisation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

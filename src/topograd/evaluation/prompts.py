@@ -17,8 +17,6 @@ Limits. Two choices that are the same have the same loss, and the first wins. Wh
 of a context with what follows, language modelling scores the tokens behind those that the two still share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from topograd.data.tokenizer import Tokenizer

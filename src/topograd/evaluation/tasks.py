@@ -16,8 +16,6 @@ An item is one of three kinds:
     language modelling   {"context", "continuation"}                     whether every token is the argmax
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ lm-eval does, so its numbers are ours.
 A context that is longer than the model's is cut from the left, and the answer says by how much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from topograd.data.tokenizer import Tokenizer
 from topograd.decode.model import MAX_PROMPT, Model
 from topograd.errors import ConfigError
-from topograd.evaluation.scoring import BATCH_TOKENS, OnMore, Score, Scorer, TokenRow
+from topograd.evaluation.scoring import Score, Scorer, TokenRow
 
 Request = tuple[str, Sequence[str]]
 """A context and its continuations."""
@@ -58,18 +56,13 @@ class ScoredText:
 
 
 def score_texts(
-    model: Model,
-    requests: Sequence[Request],
-    depth: str | None = None,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    on_more: OnMore | None = None,
+    model: Model, requests: Sequence[Request], depth: str | None = None
 ) -> list[list[ScoredText]]:
     """Score each continuation of each request, at every exit or at one depth."""
-    scorer = Scorer(model.engine, depth, batch_tokens=batch_tokens, session=model.session)
+    scorer = Scorer(model.engine, depth, session=model.session)
     pairs = [[encode_pair(model, context, text) for text in texts] for context, texts in requests]
     bundles = [[token_row(*pair, scorer.context) for pair in each] for each in pairs]
-    scores = scorer.score([[row for row, _ in bundle] for bundle in bundles], on_more)
+    scores = scorer.score([[row for row, _ in bundle] for bundle in bundles])
     return [
         [
             _scored(model.session.tokenizer, text, tokens, score, cut)

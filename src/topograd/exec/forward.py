@@ -4,8 +4,6 @@ Training, evaluation and decoding all use `run_stage`, so that a stage computes 
 `predict`, so that a model predicts the same everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

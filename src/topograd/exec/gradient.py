@@ -17,8 +17,6 @@ it receives. So two stages live at a time, nothing runs forward twice, and the c
 stage, for stages that have both a stage before and one behind them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

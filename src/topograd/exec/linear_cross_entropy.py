@@ -22,8 +22,6 @@ Targets of -100 are ignored. Limits: first derivatives only. Gradients are compu
 wants one, also if backward is never called.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -14,8 +14,6 @@ their stages have losses and do not predict (`Stage.head`). Limits: byol's EMA c
 move in training, as BatchNorm's means do; ridge's outputs are regressions, so their probabilities say little.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

@@ -14,8 +14,6 @@ of earlier stages and of a teacher are recomputed from their hidden states, chun
 read more than logits are in `local_objectives.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from topograd.nn.layer_state import History, LayerState
-from topograd.nn.slots import KVSlots, Place
+from topograd.nn.slots import KVSlots, Place, SlotBuffer
 from topograd.topology.plan import EdgeOutput, PlannedStage
 
 if TYPE_CHECKING:
@@ -67,13 +67,14 @@ class StageCache:
         self._states: dict[Place, SequenceStates] = {}
 
     @property
-    def _kv_slots(self) -> list[KVSlots]:
-        return [slots for slots in self.slots if slots is not None]
+    def _buffers(self) -> list[SlotBuffer]:
+        """Keys and values of all layers that keep them in slots."""
+        return [buffer for kv in self.slots if kv is not None for buffer in (kv.keys, kv.values)]
 
     @property
     def position_bytes(self) -> int:
         """Bytes of a position of a sequence in slots."""
-        return sum(slots.position_bytes for slots in self._kv_slots)
+        return sum(slots.position_bytes for slots in self.slots if slots is not None)
 
     @property
     def cuts_anywhere(self) -> bool:
@@ -112,21 +113,18 @@ class StageCache:
 
     def move(self, old: Place, new: Place, length: int, slots: int) -> None:
         """Copy the slots of a sequence to another place, in a room with so many slots."""
-        for kv in self._kv_slots:
-            kv.keys.copy(old, new, length, slots)
-            kv.values.copy(old, new, length, slots)
+        for buffer in self._buffers:
+            buffer.copy(old, new, length, slots)
 
     def grow(self, old: int, new: int) -> None:
         """Make a room larger, for all sequences in it."""
-        for kv in self._kv_slots:
-            kv.keys.grow(old, new)
-            kv.values.grow(old, new)
+        for buffer in self._buffers:
+            buffer.grow(old, new)
 
     def keep_rooms(self, rooms: list[int]) -> None:
         """Free the buffers of other rooms."""
-        for kv in self._kv_slots:
-            kv.keys.keep_rooms(rooms)
-            kv.values.keep_rooms(rooms)
+        for buffer in self._buffers:
+            buffer.keep_rooms(rooms)
 
     # Running
 

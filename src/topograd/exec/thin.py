@@ -15,8 +15,6 @@ Limits: a position with a number that is not finite is not finite as a whole. E 
 s, one part in 10^7; for gradients in bfloat16 to that of the product, one in 256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

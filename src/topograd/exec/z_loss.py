@@ -12,8 +12,6 @@ Geometric Singular Learning" section 10. Limits: a soft fix. Our measurement und
 mean of log Z to zero within 3000 steps, c = 1e-3 is still on its way.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

@@ -20,8 +20,6 @@ tangent kernel is that of "Neural Tangent Kernel: Convergence and Generalization
 Limits. Only one number an example is read out, by the mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

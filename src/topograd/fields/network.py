@@ -16,8 +16,6 @@ section 2. Limits. Weights are detached: fields are read, not differentiated. On
 raises FieldError: its gradient would be a sum over its uses, which the layer-wise form does not have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ The record is that of `CheckpointReading.as_dict`, or of `Inspection.as_dict`, w
 what to trust, what is flat and why, what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

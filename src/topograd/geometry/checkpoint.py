@@ -34,8 +34,6 @@ reads as dead.
 Nothing here is a rate of training. What cannot be said is in `refused`, with its reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """One task for each core: factorising a matrix of some hundred sides gains little from a second thread."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -18,8 +18,6 @@ Generalization with Influence Functions".
 Limits. Rows count as independent ("expand"). A layer whose calls do not all get a gradient is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

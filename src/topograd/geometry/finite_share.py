@@ -25,8 +25,6 @@ Singular Learning", Theorem 3.
 Limits. Shares of directions add up to λ only where K is a sum over them. The prior is uniform on the line.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

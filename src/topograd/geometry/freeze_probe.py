@@ -26,9 +26,8 @@ Limits. Those of `rules/powers.py`. Straight lines to t = 0: no trained model co
 that are no modules (`nn.MultiheadAttention`, einsum) cannot be named. A float64 copy of the weights is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,11 +222,8 @@ class _Probe:
         """Rows as named, and whatever reads them."""
         frozen = _Frozen(rows)
         for _ in range(MAX_PASSES):
-            weights = {
-                name: powered(value, powers) for name, (value, powers) in self._weights(frozen, SMALL).items()
-            }
             with torch.no_grad():
-                seen, _ = self._run(weights, [*self._sites, *self._norms])
+                seen, _ = self._run(self._powered(frozen), [*self._sites, *self._norms])
             columns, offsets = self._dead(seen, self._sites), self._dead(seen, self._norms)
             if (columns, offsets) == (frozen.columns, frozen.offsets):
                 break
@@ -265,6 +261,9 @@ class _Probe:
                     base[f"{name}.{kind}"] = base[f"{name}.{kind}"].index_fill(0, _places(channels), 0.0)
         return {name: (x * t ** powers[name], powers[name]) for name, x in base.items()}
 
+    def _powered(self, frozen: _Frozen) -> dict[str, Tensor]:
+        return {name: powered(*both) for name, both in self._weights(frozen, SMALL).items()}
+
     def _thin(
         self,
         module: nn.Module,
@@ -294,13 +293,13 @@ class _Probe:
     def _run(self, weights: Mapping[str, Tensor], names: list[str]) -> tuple[dict[str, _Seen], Tensor]:
         """The outputs, and what the named modules read and where their gradients arrive."""
         seen: dict[str, _Seen] = {}
-        hooks = [self._model.get_submodule(name).register_forward_hook(_hook(name, seen)) for name in names]
-        try:
-            with in_double():  # attention as products and a softmax, of which each is one operator
-                return seen, self._network(weights, self._inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks:
+            for name in names:
+                module = self._model.get_submodule(name)
+                hooks.enter_context(module.register_forward_hook(_hook(name, seen)))
+            hooks.enter_context(in_double())  # attention is products and a softmax, each one operator
+            outputs = self._network(weights, self._inputs)
+        return seen, outputs
 
     def _backward(self, seen: Mapping[str, _Seen], outputs: Tensor) -> dict[str, list[Tensor]]:
         """δ of every call, for one draw at the outputs."""
@@ -312,11 +311,8 @@ class _Probe:
 
     def predicted(self, frozen: _Frozen) -> dict[str, dict[str, float | None]]:
         """2f and 2b of every layer that the unit touches; None is exactly zero."""
-        weights = {
-            name: powered(value, powers) for name, (value, powers) in self._weights(frozen, SMALL).items()
-        }
         names = [name for name in self._sites if name in frozen.rows or name in frozen.columns]
-        seen, outputs = self._run(weights, names)
+        seen, outputs = self._run(self._powered(frozen), names)
         found: dict[str, dict[str, float | None]] = {}
         for name, deltas in self._backward(seen, outputs).items():
             sides = {}

@@ -9,8 +9,6 @@ Source: the attention modules of transformers, torch and this package.
 Limits. Names of other packages are not known: `find_heads` returns none for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Values of many tensors in one device-to-host copy: each copy waits for all work that is queued."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar

@@ -20,8 +20,6 @@ of the model's own numbers are counted as zero. Grams are float64 in every case,
 rows, squared: 1e-11 of the largest for a float32 model, 1e-14 for a float64 one (`model.double()`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack

@@ -18,8 +18,6 @@ Limits. At most `MOST` derivatives. A model whose functions have no forward-mode
 second order, has no jets, and the reason is given. Piecewise linear activations have the jets of their piece.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ that a loss of one's own, which has no distribution, has none of these; nor has 
 which a gradient reaches some.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

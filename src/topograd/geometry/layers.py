@@ -31,8 +31,6 @@ not covered.
 Activations must not be recomputed in the backward pass (no gradient checkpointing).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -17,8 +17,6 @@ Charikar, Chen and Farach-Colton, "Finding frequent items in data streams".
 Limits. A model that rounds by itself, as quantised activations do, has a higher floor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

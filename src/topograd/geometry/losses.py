@@ -24,8 +24,6 @@ has no distribution to draw from: only `empirical`.
 Limits. Samples of a batch must not influence one another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args

@@ -27,8 +27,6 @@ Limits. A straight line does not prove an exponent: without label noise every sl
 The bootstrap takes points for independent: those of one trajectory are not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

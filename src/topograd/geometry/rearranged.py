@@ -13,8 +13,6 @@ Limits. A letter of all three tensors (a map for each head) is no one linear map
 of a parameter nor a block of its rows has no name. Symmetries are looked for in plain matrices only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType

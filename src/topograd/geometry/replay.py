@@ -7,10 +7,8 @@ computed. Where a parameter is in no layer, or a layer is called not once, or no
 Limits. Layers must not store state between calls, and the inputs must be those of the recorded pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -37,14 +35,12 @@ class Replay:
         def store(path: str) -> Any:
             return lambda layer, args, output: self._outputs.append((path, output))
 
-        handles = [layer.register_forward_hook(store(path)) for path, layer in self._layers.items()]
-        try:
+        with ExitStack() as hooks:
+            for path, layer in self._layers.items():
+                hooks.enter_context(layer.register_forward_hook(store(path)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            if [path for path, _ in self._outputs] != list(self._layers):  # not each once, in this order
-                self._layers = {}
+        if [path for path, _ in self._outputs] != list(self._layers):  # not each once, in this order
+            self._layers = {}
 
     @contextmanager
     def behind(self, names: set[str]) -> Iterator[None]:

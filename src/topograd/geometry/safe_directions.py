@@ -20,9 +20,8 @@ Limits. Second moments of few tokens: where a text has fewer rows than d, its de
 sample. Says nothing of the layers that follow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -116,13 +115,11 @@ def input_moments(
         def see(name: str, module: nn.Module, args: tuple[Tensor, ...], sums: GramSums = sums) -> None:
             sums.read(name, args[0], _rows)
 
-        handles = [model.get_submodule(name).register_forward_pre_hook(partial(see, name)) for name in group]
-        try:
+        with ExitStack() as hooks:
+            for name in group:
+                hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(see, name)))
             for inputs in batches:
                 model(inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
         result |= {name: sums.mean(name, "A", 1) for name in sums.rows}
     return result
 

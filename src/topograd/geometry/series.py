@@ -27,8 +27,6 @@ Limits. A change point describes the series; it needs three checkpoints on eithe
 rate of an approach.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -38,8 +38,6 @@ Limits. Not covered: rotations of the whole residual stream, permutations (they 
 queries, keys and values in one matrix.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -14,10 +14,8 @@ Cost: one run of the model. Limits: convolutions are not looked at. Weights that
 (parametrizations) are not parameters, and not found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations
 from typing import Any
@@ -163,17 +161,13 @@ class Calls:
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """While this is open, calls of the model are recorded."""
-        handles = [
-            module.register_forward_hook(self._hook(path, module))
-            for path, module in model.named_modules()
-            if path in self._maps or not list(module.children()) or isinstance(module, nn.MultiheadAttention)
-        ]
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(self._alive.clear)
+            for path, module in model.named_modules():
+                leaf = path in self._maps or not list(module.children())
+                if leaf or isinstance(module, nn.MultiheadAttention):
+                    hooks.enter_context(module.register_forward_hook(self._hook(path, module)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._alive.clear()
 
     def _hook(self, path: str, module: nn.Module) -> Callable[..., None]:
         silent = next(module.parameters(), None) is None

@@ -32,8 +32,6 @@ Limits. One example and one g: evidence, not a proof. Several maps in one matrix
 `notes` and not tried.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -373,17 +371,13 @@ def jittered(model: nn.Module) -> dict[str, Tensor]:
     values = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach().double()
-        if id(parameter) in own and _is_constant(parameter):
+        if id(parameter) in own and (parameter == parameter.flatten()[0]).all():
             values[name] = value
             continue
         size = NOISE * (float(value.square().mean().sqrt()) or 1.0)
         noise = torch.randn(value.shape, generator=generator).to(value)
         values[name] = value.add(noise, alpha=size)
     return values
-
-
-def _is_constant(parameter: Tensor) -> bool:
-    return bool((parameter == parameter.flatten()[0]).all())
 
 
 def floating_tensors(output: Any) -> list[Tensor]:

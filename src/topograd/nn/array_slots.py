@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from topograd.nn.slots import KVSlots, Place, SlotBuffer
+from topograd.nn.slots import KVSlots, SlotBuffer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,35 +28,21 @@ class ArrayBuffer(SlotBuffer):
     def at(self, room: int, slots: int) -> Tensor:
         import torch
 
-        return torch.from_numpy(self.array(room, slots))
+        return torch.from_numpy(self.memory(room, slots))
 
-    def array(self, room: int, slots: int) -> NDArray[np.float32]:
-        """The array of a room, with at least so many slots; new ones are zero."""
-        array = self.rooms.get(room)
-        if array is None or len(array) < slots:
-            larger = _zeros((slots, *self.lead, room, *self.tail))
-            if array is not None:
-                larger[: len(array)] = array
-            self.rooms[room] = array = larger
-            ArrayBuffer.version = object()
-        return array
+    array = SlotBuffer.memory
 
-    def copy(self, source: Place, target: Place, length: int, slots: int) -> None:
-        axis = len(self.lead)
-        new = np.moveaxis(self.array(target.room, slots)[target.slot], axis, 0)
-        old = self.rooms.get(source.room)
-        if old is None or len(old) <= source.slot:
-            length = 0
-        else:
-            new[:length] = np.moveaxis(old[source.slot], axis, 0)[:length]
-        new[length:] = 0
+    def _zeros(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Zeros that begin at a multiple of 64 bytes, as those of torch."""
+        ArrayBuffer.version = object()
+        size = math.prod(shape)
+        memory = np.zeros(size + 16, np.float32)
+        first = -memory.ctypes.data % 64 // 4
+        return memory[first : first + size].reshape(shape)
 
     def grow(self, old: int, new: int) -> None:
-        array = self.rooms.pop(old, None)
         ArrayBuffer.version = object()
-        if array is not None:
-            axis = 1 + len(self.lead)
-            np.moveaxis(self.array(new, len(array)), axis, 0)[:old] = np.moveaxis(array, axis, 0)
+        super().grow(old, new)
 
     def keep_rooms(self, rooms: Sequence[int]) -> None:
         if any(room not in rooms for room in self.rooms):
@@ -73,11 +59,3 @@ class ArrayKVSlots(KVSlots):
     def __init__(self, heads: int, width: int) -> None:
         self.keys, self.values = (ArrayBuffer((heads,), (width,)) for _ in range(2))
         self.position_bytes = 8 * heads * width
-
-
-def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Zeros that begin at a multiple of 64 bytes, as those of torch."""
-    size = math.prod(shape)
-    memory = np.zeros(size + 16, np.float32)
-    first = -memory.ctypes.data % 64 // 4
-    return memory[first : first + size].reshape(shape)

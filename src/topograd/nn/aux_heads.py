@@ -9,8 +9,6 @@
 and stage (`auxiliary_name`), learn at the rate of relays, and are saved with the model.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 

@@ -27,8 +27,6 @@ training on own states, "FR-Spec" (Zhao et al. 2025) for the draft vocabulary, "
 block. Limits: transformers of this package; a chain of drafts, no tree; one layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

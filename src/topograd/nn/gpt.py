@@ -6,8 +6,6 @@ that a position may read all others, and interfaces that pool a whole sequence a
 next token and does not generate.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -10,8 +10,6 @@ A stage s may start from the head of another: z_s = (W + W_k + W_s) x. The whole
 U V x is added behind, in this order; so with W_s = 0 it is z_k, bit for bit, whole or of low rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -20,8 +20,6 @@ changes nothing else. The last stage's δ is the gradient of its loss. For f lin
 loss falls with the batch. Cost: two maps g a step. Source: "Product of Experts" A.1, A.2.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,11 +8,9 @@ there. The draws come from torch's generator, so that a resumed run draws the sa
 computed all the same and its result dropped. Limits: layers that keep the shape of their state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,16 +36,11 @@ def dropped_layers(layers: Iterable[nn.Module], rates: Sequence[float]) -> Itera
 
     The draws are made when a layer first runs, and reused if it runs again.
     """
-    hooks = [
-        layer.register_forward_hook(LayerDropout(rate), with_kwargs=True)
-        for layer, rate in zip(layers, rates, strict=bool(rates))
-        if rate > 0
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, rate in zip(layers, rates, strict=bool(rates)):
+            if rate > 0:
+                hooks.enter_context(layer.register_forward_hook(LayerDropout(rate), with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def drops_layers(layer: nn.Module) -> bool:

@@ -28,8 +28,6 @@ effective rank of normal h (63.8 to 41.0 of 64) and of a trained boundary (39.8 
 of h of rank 3 and large entries (3.0 to 14.3), whose directions it bends (our measurement).
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -16,8 +16,6 @@ the embedding, the head and the norms have none. Merging rounds W once, so that 
 differ from the unmerged one's in the last bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal

@@ -13,8 +13,6 @@ Limits. A packed layer is for inference. It may share memory with its weight or 
 when the weight has changed. Results differ by rounding between one row and several.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import TypeVar
 

@@ -9,8 +9,6 @@
 Shrinkage is for inference only: as a training loss it hurts (Principle 2.7).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 StackError if something is missing: parameters that are added later are in no optimizer and never learn.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from topograd.errors import StackError

@@ -133,18 +133,24 @@ class SlotBuffer:
         self.lead, self.tail, self.dtype, self.device = lead, tail, dtype, device
         self.rooms: dict[int, Any] = {}
 
-    def at(self, room: int, slots: int) -> Tensor:
-        """The tensor of a room, with at least so many slots; new ones are zero."""
-        import torch
-
+    def memory(self, room: int, slots: int) -> Any:
+        """What the numbers of a room lie in, with at least so many slots; new ones are zero."""
         buffer = self.rooms.get(room)
         if buffer is None or buffer.shape[0] < slots:  # len() of a tensor is slow
-            shape = (slots, *self.lead, room, *self.tail)
-            larger = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            larger = self._zeros((slots, *self.lead, room, *self.tail))
             if buffer is not None:
                 larger[: len(buffer)] = buffer
             self.rooms[room] = buffer = larger
-        found: Tensor = buffer
+        return buffer
+
+    def _zeros(self, shape: tuple[int, ...]) -> Any:
+        import torch
+
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def at(self, room: int, slots: int) -> Tensor:
+        """The tensor of a room."""
+        found: Tensor = self.memory(room, slots)
         return found
 
     def array(self, room: int, slots: int) -> NDArray[Any]:
@@ -153,14 +159,13 @@ class SlotBuffer:
 
     def copy(self, source: Place, target: Place, length: int, slots: int) -> None:
         """Give `target` the first positions of `source`, and zeros behind them."""
-        new = self.at(target.room, slots)[target.slot]
-        dim = len(self.lead)
+        new, lead = self.memory(target.room, slots)[target.slot], (slice(None),) * len(self.lead)
         old = self.rooms.get(source.room)
         if old is None or len(old) <= source.slot:
             length = 0
         else:
-            new.narrow(dim, 0, length).copy_(old[source.slot].narrow(dim, 0, length))
-        new.narrow(dim, length, target.room - length).zero_()
+            new[*lead, :length] = old[source.slot][*lead, :length]
+        new[*lead, length:] = 0
 
     def positions(self, place: Place, start: int, stop: int, slots: int) -> Tensor:
         """Some positions of a sequence (*lead, stop - start, *tail), as they lie there."""
@@ -170,7 +175,7 @@ class SlotBuffer:
         """Make a room larger, for all sequences in it."""
         buffer = self.rooms.pop(old, None)
         if buffer is not None:
-            self.at(new, len(buffer)).narrow(1 + len(self.lead), 0, old).copy_(buffer)
+            self.memory(new, len(buffer))[:, *(slice(None),) * len(self.lead), :old] = buffer
 
     def keep_rooms(self, rooms: Sequence[int]) -> None:
         """Free all other rooms."""

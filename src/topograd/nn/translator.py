@@ -10,8 +10,6 @@ Shapes: u (..., width). Cost: width² multiply-adds a position, beside vocab · 
 Source: "Eliciting Latent Predictions from Transformers with the Tuned Lens" (Belrose et al. 2023).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Protocol
 

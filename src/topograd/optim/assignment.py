@@ -4,8 +4,6 @@ A parameter belongs to at most one gauge: the step of one gauge would undo that 
 share a tensor raise OptimError, with the joint gauge to use instead where there is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any

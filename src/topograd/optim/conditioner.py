@@ -29,8 +29,6 @@ not shrink with the gradient: once a run circles a minimum, rounding decides its
 one orbit part by about a step (in our measurement 1e-15 after 60 steps, 6e-3 after 200).
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence

@@ -28,8 +28,6 @@ Limits: those of `lifted.py`; orthogonal gauges are not covered. If the loss doe
 norms either, as for weights in front of a norm, r is rounding too, and ε decides how far the norms walk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 

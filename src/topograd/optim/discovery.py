@@ -33,8 +33,6 @@ norms in float32 whatever their weights are. The loss is not known here: if it i
 leave out gauges with `up_to_softmax`, or what they freeze cannot be learnt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -21,8 +21,6 @@ Limits. A gauge whose tensors all lack gradients rests; if only some lack them, 
 closures, sparse gradients or complex parameters; covered parameters are float32 or float64.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar

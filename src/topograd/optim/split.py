@@ -32,8 +32,6 @@ second order, since a tangential step leaves the sphere), `rms` (a tangential st
 coordinate, ‖W_b‖_F times Adam's), followers and covectors.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -14,10 +14,9 @@ rank 0 hashes and syncs, the others wait as long as it lives: a slow disk is no 
 "extra.<name>" other tensors of the training.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Unpack
@@ -49,14 +48,11 @@ SAVE_SECONDS = 3600.0
 """How long ranks wait for one that writes; one that dies is noticed at once."""
 
 
+@dataclass(frozen=True)
 class SetStore(FolderStore):
     """The checkpoints of a run, saved by all ranks together."""
 
     ranks: Ranks
-
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        super().__init__(folder)
-        object.__setattr__(self, "ranks", ranks)
 
     def save(self, **contents: Unpack[Contents]) -> str:
         step, model = contents["step"], contents["model"]
@@ -94,14 +90,11 @@ class SetStore(FolderStore):
         return target.name
 
 
+@dataclass(frozen=True)
 class DeltaSetStore(DeltaStore):
     """The same of a run that learns a part of another one: sets hold that part alone."""
 
     ranks: Ranks
-
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        super().__init__(folder)
-        object.__setattr__(self, "ranks", ranks)
 
     @property
     def own(self) -> FolderStore:

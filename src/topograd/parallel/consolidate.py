@@ -6,8 +6,6 @@ step that all of them have, the weights of each from its own folder, the embeddi
 of all in one log. Stages that were added later bring the settings of the deepest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

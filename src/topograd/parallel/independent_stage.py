@@ -16,8 +16,6 @@ What must hold, else ConfigError is raised: a chain without gradient between sta
 every stage (heads = "own"); an embedding that only the first stage reads and trains (bus = "detached", and no
 x0 blended in by later layers). That nothing else is read is tried: the stage runs on an x0 of NaN."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """Start and resume of a run on all ranks of a job."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from functools import partial

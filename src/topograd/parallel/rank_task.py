@@ -48,16 +48,11 @@ from topograd.training.sources import Data
 from topograd.training.trainer import Reading
 
 
+@dataclass(frozen=True)
 class RankRun(Run):
     """A run's folder as one rank of a job sees it: rank 0 writes, the others only add their checkpoints."""
 
     ranks: Ranks
-
-    @classmethod
-    def of(cls, run: Run, ranks: Ranks) -> RankRun:
-        made = cls(run.folder)
-        object.__setattr__(made, "ranks", ranks)
-        return made
 
     @property
     def store(self) -> CheckpointStore:
@@ -113,7 +108,7 @@ class RankTask(RunTask):
         _check(config, ranks)
         if ranks.device.type == "cuda":
             config = replace(config, device=str(ranks.device))
-        super().__init__(RankRun.of(run, ranks), config, data)
+        super().__init__(RankRun(run.folder, ranks), config, data)
         self.schedule = replace(self.schedule, save_seconds=0.0)  # clocks of ranks differ
         self.ranks = ranks
         check_one_process(self)

@@ -11,8 +11,6 @@ two ranks of a group send each other is one queue, in both directions: there a c
 `Meeting`, and gradients that come back have groups of their own (`transport.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -57,8 +55,6 @@ class Ranks:
     device: torch.device
     replica_group: dist.ProcessGroup | None = None
     """The ranks that have the same stages as this one, where there are several."""
-    stage_group: dist.ProcessGroup | None = None
-    """The ranks that together have the stages of one replica; None where those are all."""
     replica_mesh: dist.DeviceMesh | None = None
     """The same ranks as a mesh of one dimension."""
     waited: float = 0.0
@@ -320,7 +316,6 @@ def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") 
             where.type, (config.replicas, config.stages), mesh_dim_names=("replica", "stage")
         )
         ranks.replica_group, ranks.replica_mesh = mesh.get_group("replica"), mesh["replica"]
-        ranks.stage_group = mesh.get_group("stage")
     return ranks
 
 

@@ -15,8 +15,6 @@ Source: PyTorch FSDP2, `torch.distributed.fsdp.fully_shard`. Limits. A step must
 AdamW or SGD; Muon needs a whole matrix. Saving and evaluating gather a stage's weights on all its replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -28,8 +28,6 @@ else two (`ranks.Meeting`), and room for another copy of what is shared. GPUs ha
 wait for it: a stage that breaks is halted in the step in which it does, and that step is repeated.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

@@ -17,8 +17,6 @@ The receiver computes on x̂, so the stages behind a boundary train on rounded a
 it do not notice. |x - x̂| ≤ s / 2. Bytes for each number: 4 or 8 exact, 2 as bf16, 1 and 4/width as int8.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ page stands alone, as a report does: no script, nothing loaded, every text escap
 `pareto_plot`; a table below it has every number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from itertools import product
 from typing import Any
 
@@ -41,62 +42,9 @@ _GRID = np.array(list(product(range(0, 41, 4), repeat=2)), dtype=np.float64)  # 
 _TRIES = _GRID[np.argsort(np.hypot(*_GRID.T), kind="stable")]
 _FRONT, _DONE = look(0, 2).colour, look(1, 2).colour
 
-STYLE = f"""
-.choice {{ margin: 0 0 .5rem; padding: 0; border: 0; font-size: .92rem; }}
-.choice legend {{ float: left; width: 4.2rem; padding: 0; color: var(--muted); }}
-.choice label {{ display: inline-block; margin-right: 1.1rem; }}
-.choice input {{ accent-color: var(--accent); }}
-.board {{ position: relative; padding-right: 16rem; --tall: calc(var(--facts) * 1.5rem + 5rem); }}
-.field {{ display: grid; }}
-.field > * {{ grid-area: 1 / 1; }}
-.part {{ display: none; }}
-polyline.part {{ fill: none; stroke: {_FRONT}; stroke-width: 1.5; stroke-dasharray: 5 3; }}
-.points {{ display: grid; }}
-.mark {{
-  appearance: none; display: inline-block; width: 15px; height: 15px; margin: 0; border-radius: 50%;
-  vertical-align: -.15em; forced-color-adjust: none; print-color-adjust: exact;
-}}
-.mark::before {{
-  content: ""; display: block; box-sizing: border-box; width: 11px; height: 11px; margin: 2px;
-}}
-.mark.front::before {{ background: {_FRONT}; transform: rotate(45deg) scale(.86); }}
-.mark.done::before {{ background: #ffffff; border: 2.5px solid {_DONE}; border-radius: 50%; }}
-.mark.early::before {{
-  background: #7b8494; transform: scale(.8);
-  clip-path: polygon(
-    50% 36%, 86% 0, 100% 14%, 64% 50%, 100% 86%, 86% 100%, 50% 64%, 14% 100%, 0 86%, 36% 50%, 0 14%, 14% 0
-  );
-}}
-.point {{
-  position: relative; grid-area: 1 / 1; align-self: end; margin: 0 0 -7.5px -7.5px; cursor: pointer;
-}}
-.point.front {{ z-index: 2; }}
-.point.done {{ z-index: 1; }}
-.point:is(:hover, :checked, :focus-visible) {{ outline: 2px solid {INK}; outline-offset: 1px; z-index: 3; }}
-.legend {{ display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; margin: 0 0 .4rem; color: var(--ink); }}
-.card {{
-  position: absolute; top: 0; right: 0; width: 15rem; min-height: var(--tall); z-index: 4; margin: 0;
-  padding: .8rem 1rem; background: var(--card); border: 1px solid var(--line); border-radius: .75rem;
-  font-size: .92rem; line-height: 1.5rem;
-}}
-.point + .card {{ display: none; }}
-.point:checked + .card {{ display: block; }}
-.point:focus-visible + .card {{ display: block; z-index: 5; }}
-.point:hover + .card {{ display: block; z-index: 6; }}
-.hint {{ min-height: 0; z-index: 0; color: var(--muted); }}
-.card h3 {{ margin: 0 0 .5rem; font-size: 1rem; }}
-.card dl {{ margin: .7rem 0 0; }}
-.card dl div {{ display: flex; justify-content: space-between; gap: .8rem; }}
-.card dt {{ color: var(--muted); white-space: nowrap; }}
-.card dd {{ margin: 0; text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
-.stages {{ display: flex; gap: 2px; height: .8rem; }}
-.stages span {{ border-radius: 2px; print-color-adjust: exact; }}
-@media (max-width: 56rem) {{
-  .board {{ padding: 0 0 calc(var(--tall) + .75rem); }}
-  .card {{ top: auto; bottom: 0; width: 100%; min-height: var(--tall); }}
-}}
-@media (max-width: 40rem) {{ .field svg {{ font-size: 25px; }} }}
-"""
+STYLE = f"\n:root {{ --front: {_FRONT}; --done: {_DONE}; --mark: {INK}; }}\n" + (
+    resources.files("topograd.report") / "pareto.css"
+).read_text("utf-8")
 """What is the same for every study."""
 
 

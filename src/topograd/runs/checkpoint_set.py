@@ -4,8 +4,6 @@ One process reads it like any other: every file is verified, the tensors are mer
 optimizer's state goes to the parameter of its name, however many ranks there were.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -15,8 +15,6 @@ stands, the new one alone. So at every instant the file on the disk is one that 
 A run without a manifest is opened unverified, and gets one when it is trained on or calibrated.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tomllib
 from collections.abc import Mapping

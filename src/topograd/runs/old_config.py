@@ -5,8 +5,6 @@ version 2   (0.2) [model] for a GPT, and beside it [imported], [adapted] or [ima
             other names of some settings (NAMES)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of topology searches that run during training. Needs no torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

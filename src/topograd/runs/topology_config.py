@@ -12,8 +12,6 @@ The rest applies to what the graph gives: heads, objectives, weights, grad_scale
 private decoders. A setting that the graph does not use raises ConfigError: nothing is ignored silently.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Fine-tuning settings (`train --init`): LoRA, frozen layers, exits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace

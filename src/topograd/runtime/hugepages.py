@@ -12,8 +12,6 @@ proved to be used, in a thread of its own. Elsewhere nothing happens; results ar
 Limits: what other threads took meanwhile is collected too. Measured: `benchmarks/llama_cpp.py`, docs/results.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Sequence

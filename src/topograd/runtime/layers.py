@@ -24,8 +24,6 @@ Sums and norms are one operator (SkipSimplifiedLayerNormalization); queries, key
 Tested against `nn/`: float32, so to rounding. Sources as in `nn/transformer/stack.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

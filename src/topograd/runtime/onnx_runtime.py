@@ -11,8 +11,6 @@ Limits: float32 on a CPU, layers of `layers.WRITERS`; other providers of onnxrun
 are handed memory of the CPU. Weights are read when a session is made: make another runtime when they change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

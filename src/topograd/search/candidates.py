@@ -23,8 +23,6 @@ stage, or is what the only later stage receives anyway. Such a proposal is no ca
 Cost: `size` is O(L² K²) for each source; iterating is lazy.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

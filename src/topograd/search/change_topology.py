@@ -11,8 +11,6 @@ Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagati
 (step 5), which leaves open what new heads start from.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 

@@ -16,8 +16,6 @@ Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagati
 Limits. The cost of a stage may not depend on where the other boundaries lie. For a trained network it does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ algorithm: NSGA-II".
 Limits. For M ≥ 3, points that are nearly all undominated cost O(N²): a million such points take hours.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

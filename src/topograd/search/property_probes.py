@@ -29,8 +29,6 @@ objective is residual, P7 trains the stage without the logits of the others, whi
 that were taught by a teacher are probed with cross-entropy.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

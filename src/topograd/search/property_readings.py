@@ -28,8 +28,6 @@ parallel, an exit pays for every stage before it. r_eff of a boundary is that of
 receives, its input bus included, from the first `RANK_TOKENS` tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

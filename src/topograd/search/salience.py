@@ -22,8 +22,6 @@ Limits. Forward values do not depend on λ, so this sees what the expert at a bo
 what other gradients would have made of the layers. A head reads layers that it was not trained on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of a Pareto study. Nothing here needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from topograd.errors import ConfigError

@@ -47,8 +47,6 @@ R_stage sees expected depths, and a mixture of partitions can satisfy it (half (
 d̂_0 = 2, yet neither begins with a stage of 2): then some λ stay between 0 and 1 in the cold.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace

@@ -15,8 +15,6 @@ Limits. h_a comes from the stack as it is. Under another partition the layers be
 something else. Layers must follow one another: a run with branches, relays or an input bus has no such h_a.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 

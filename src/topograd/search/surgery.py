@@ -21,8 +21,6 @@ the last N steps, and none while a stage is halted. The chance of the stochastic
 and the step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

@@ -37,8 +37,6 @@ bits per byte for one unit of each term, with ranks as shares of the width.
 Limits. J adds unlike things. A front (`front.py`) needs no weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 

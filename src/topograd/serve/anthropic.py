@@ -4,8 +4,6 @@ A request becomes the parameters of a chat (`to_chat`), and what the chat writes
 `tool_use`. `usage.input_tokens` are those that were computed, `cache_read_input_tokens` those that were not.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence

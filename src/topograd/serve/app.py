@@ -5,8 +5,6 @@ progress comes back through one inbox (`exchange.py`), and is written in the for
 (`responses.py`, `openai_responses.py`, `anthropic.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

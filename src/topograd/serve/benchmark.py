@@ -9,8 +9,6 @@ prompts included.
                   rounding between batch shapes; those are `ties` (`decode/agreement.py`). Greedy text.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import bisect

@@ -8,8 +8,6 @@ model was not trained on conversations. Its specialists may have been: they get 
 spells chats with, as `topograd chat` does.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ only, so an embedding of a shallow exit costs a part of the model. Sums are in f
 predict with these states, not to compare texts with them: they are what it is, at every depth.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 The jobs of a client that disconnects are cancelled, whether it streams or not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence

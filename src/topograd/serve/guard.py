@@ -10,8 +10,6 @@
 An internal error becomes an error in OpenAI's format, without a path or a trace.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

@@ -11,8 +11,6 @@ below the token check, which sees complete heads only.
 A bound that is passed is answered in OpenAI's shape, and the connection is closed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

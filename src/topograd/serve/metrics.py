@@ -1,7 +1,5 @@
 """Counters of a server, in Prometheus' text format (version 0.0.4)."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -4,8 +4,6 @@ Each has a thread and a scheduler of its own. Where the parameters of the open o
 bytes, those that were used least recently are closed, unless they are in use.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -4,8 +4,6 @@ A request becomes the parameters of a chat (`to_chat`), and what the chat writes
 a function call for each call. Nothing is stored, so `previous_response_id` is not supported: send the items.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """OpenAPI document of the server, made from the request fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any

@@ -8,8 +8,6 @@ has its own sequences, since a cache is of its plan. What is not there may be on
 At least one token of a prompt is computed again: the next token is predicted from its hidden state.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import abc
 

@@ -5,8 +5,6 @@ that this server does not have is an error ("not supported here: ...") where it 
 ignored where it would not (`user`, `metadata`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

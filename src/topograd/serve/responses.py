@@ -5,8 +5,6 @@ chunk of a chat's choice has the role; the usage is a chunk of its own, only wit
 [DONE]. `timings` is an extension: in a complete response, and in the last chunk of each choice.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import math

@@ -17,8 +17,6 @@ with the fewest tokens left.
 Greedy texts do not depend on the rest of the batch: exactly in float64, but for ties in float32.
 """
 
-from __future__ import annotations
-
 import heapq
 import time
 from collections import OrderedDict

@@ -5,8 +5,6 @@ once. Nothing but the prompt cache is written to disk, whole file by whole file,
 loses what was in flight and nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

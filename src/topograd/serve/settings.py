@@ -1,7 +1,5 @@
 """Limits of a server and settings of its benchmark. Imports no torch, so that `--help` answers at once."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ A model id may name a depth, `name:depth`, for clients that cannot send the fiel
 A depth may also follow the colon as it is: reference:prefix:1.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

@@ -7,8 +7,6 @@ others at most TOGETHER seconds late. Each token stays an event of its own; they
 A client that disconnects only sets a flag on its jobs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

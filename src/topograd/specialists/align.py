@@ -28,8 +28,6 @@ blends it in, is read by the same B. Layers whose norm takes the mean off or has
 refused.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -13,8 +13,6 @@ the engine, evaluation and speculation run it as they are. Stages that have no w
 `chat`, `chat,facts` or `chat*0.7,facts*0.3`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

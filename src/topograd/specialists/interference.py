@@ -6,8 +6,6 @@ costs the sum of its stages' logits. Interference is what a specialist's text lo
 on beside it, and what unrelated text loses when any is on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ tasks are read beside it where a folder of CORE's files is given (`zero_shot.py`
 hundred tokens, and of the tasks' items.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

@@ -11,10 +11,7 @@ For a target of several tokens t_1..t_n behind a prompt p: rank, logit and proba
 §8.2.1). With a passage in front of the prompt all of it is read a second time. The rank counts from 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,34 +24,6 @@ from topograd.specialists.composition import composed_terms
 from topograd.topology.prediction import Terms
 
 Target = Sequence[int]
-
-
-@dataclass(frozen=True)
-class TargetReading:
-    """Rank, logit and probability of a target under a distribution."""
-
-    rank: int
-    logit: float
-    probability: float
-    sequence: float
-    top: str
-    """The likeliest token instead."""
-
-    @classmethod
-    def of(cls, logits: Tensor, target: Target, pieces: Sequence[bytes]) -> TargetReading:
-        """Of the logits (n, vocab) that predict each token of the target."""
-        first, logs = logits[0], logits.log_softmax(-1)
-        value = first[target[0]]
-        best = int(first.argmax())
-        chosen = logs[range(len(target)), list(target)]
-        text = pieces[best].decode(errors="replace") if best < len(pieces) else ""
-        return cls(
-            int((first > value).sum()) + 1,
-            float(value),
-            float(chosen[0].exp()),
-            float(chosen.sum().exp()),
-            text,
-        )
 
 
 def probe(
@@ -97,16 +66,30 @@ def _readings(attached: Attached, prompt: Sequence[int], target: Target) -> dict
     for k in predicting:
         logits = stack.readout(ends[k], plan.stages[k].head)[0]
         place = {"stage": k + 1, "layers": plan.stages[k].stage.stop, "specialist": names.get(k)}
-        stages.append({**place, **vars(TargetReading.of(logits, target, pieces))})
+        stages.append(place | _reading(logits, target, pieces))
     paths = []
     for name, terms in path_terms(attached).items():
         logits = predict(stack, plan, ends, terms)[0]
-        paths.append({"path": name, **vars(TargetReading.of(logits, target, pieces))})
+        paths.append({"path": name} | _reading(logits, target, pieces))
     head = attached.base.plan.prediction.full[-1][0]  # the base's last head
     for name, stage in attached.stages.items():
         logits = stack.readout(ends[stage], head)[0]
-        paths.append({"path": f"base head of {name}", **vars(TargetReading.of(logits, target, pieces))})
+        paths.append({"path": f"base head of {name}"} | _reading(logits, target, pieces))
     return {"stages": stages, "paths": paths}
+
+
+def _reading(logits: Tensor, target: Target, pieces: Sequence[bytes]) -> dict[str, Any]:
+    """Of the logits (n, vocab) that predict each token of the target; `top` is the likeliest one instead."""
+    first, logs = logits[0], logits.log_softmax(-1)
+    value, best = first[target[0]], int(first.argmax())
+    chosen = logs[range(len(target)), list(target)]
+    return {
+        "rank": int((first > value).sum()) + 1,
+        "logit": float(value),
+        "probability": float(chosen[0].exp()),
+        "sequence": float(chosen.sum().exp()),
+        "top": pieces[best].decode(errors="replace") if best < len(pieces) else "",
+    }
 
 
 def path_terms(attached: Attached) -> dict[str, Terms]:

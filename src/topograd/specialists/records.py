@@ -13,8 +13,6 @@ Documents become rows by best-fit packing (`data/packing.py`); a position withou
 rendering for each message that is learned and one before it, 256 in a process.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -17,8 +17,6 @@ prompt. Cost: the base reads the prompt once more, and two small products. Limit
 request, not for each token.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

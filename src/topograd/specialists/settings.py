@@ -1,7 +1,5 @@
 """Settings of fine-tuning a specialist. Needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from topograd.limits import REPEATS, SEED, SIZE, check_numbers

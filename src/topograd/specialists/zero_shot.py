@@ -11,8 +11,6 @@ Cost: one forward of the items' tokens, some thousand for 50 items of two tasks.
 weighted sums of stages; with 50 items an accuracy is known to about 0.14.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -23,8 +23,6 @@ every edge has λ = 0, and `plan.topology` is still the trained one, of which th
 layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -16,8 +16,6 @@ input, and a copy of its weights until then, τ of each. Within a step only edge
 waited for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from topograd.topology.dag import EMBEDDING

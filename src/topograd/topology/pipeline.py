@@ -21,8 +21,6 @@ M = 2 the formula gives (P - 1)/(P + 1), which is 71, 85, 92, 98 %. Appendix B.2
 with M = 16 and 0.99 with M = 32, are ratios of time, an overhead of 1.07 to 1.08 over this speedup.
 """
 
-from __future__ import annotations
-
 from topograd.topology.composition import positive_int
 
 

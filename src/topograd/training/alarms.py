@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _KnownNorm:
-    """The norm that the step runner has measured."""
-
-    value: float = 0.0
-
-    def total(self) -> float:
-        return self.value
-
-    def remove(self) -> None:
-        pass
-
-
-@dataclass
 class RunGuard:
     """The guard of one run."""
 
@@ -50,11 +37,12 @@ class RunGuard:
     action: OnAlarm
     batch: Any = None
     """Where the batches of the next step begin."""
-    _norm: _KnownNorm = field(default_factory=_KnownNorm)
+    norm: float = 0.0
+    """Of the gradient, as the step runner has measured it."""
 
     def __post_init__(self) -> None:
         monitor = EarlyWarning(self.task.stack, signals=("loss", "gradient_norm"))
-        monitor.norms = self._norm
+        monitor.norm = lambda: self.norm
         own = [one for one in self.task.optimizers.values() if isinstance(one, Optimizer)]
         self.guard = Guard(monitor, self.action, self.task.stack, own, keeper=self)
 
@@ -63,7 +51,7 @@ class RunGuard:
         own = [loss for k, loss in enumerate(losses.tolist()) if k not in self.task.loop.halted]
         finite = [loss for loss in own if not math.isnan(loss)]
         broken = any(math.isinf(loss) for loss in own) or not all(map(math.isfinite, norms)) or not finite
-        self._norm.value = math.hypot(*norms)
+        self.norm = math.hypot(*norms)
         return self.guard.allows(number, math.inf if broken else sum(finite) / len(finite), batch=self.batch)
 
     def keep(self, step: int) -> None:

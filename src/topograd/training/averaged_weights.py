@@ -7,8 +7,6 @@ for bit. Cost: a second copy of the parameters. Parameters that do not learn, an
 own. Source: "Mean teachers are better role models" (Tarvainen and Valpola 2017).
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, Generic, TypeVar
 

@@ -11,8 +11,6 @@ One pass; logits are made by the chunk, for all stages side by side. Cost: one f
 Limits: the effective rank comes from the first `RANK_TOKENS` tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields

@@ -20,8 +20,6 @@ lens (`nn/translator.py` has the affine form, which needs no rank). Limits: W an
 all stages; a softcap is left out of account.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ the weights of the staged run. Time is a ratio of steps that take turns (`timing
 exactly (`memory.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

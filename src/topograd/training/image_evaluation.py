@@ -15,8 +15,6 @@ before it got wrong, and what leaves at an exit, the least sure first.
 One pass in eval mode: BatchNorm uses its running means. Cost: one forward, K readouts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

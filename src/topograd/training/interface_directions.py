@@ -18,10 +18,9 @@ compared with is in `papers/latent_bounded_interfaces/interface_verdict.py`. Lim
 that is STEPS old may not be those that a later one needs.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -93,11 +92,11 @@ def boundary_rows(
 
         return hook
 
-    handles = [layer.register_forward_hook(keep(number)) for number, layer in enumerate(dense.layers)]
     device = next(dense.parameters()).device
-    train_step(dense, plan, to_device(inputs, device), to_device(targets, device))
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as hooks:
+        for number, layer in enumerate(dense.layers):
+            hooks.enter_context(layer.register_forward_hook(keep(number)))
+        train_step(dense, plan, to_device(inputs, device), to_device(targets, device))
     dense.zero_grad(set_to_none=True)
     found: dict[str, dict[int, Tensor]] = {"hidden": {}, "adjoints": {}}
     for number in range(len(dense.layers)):

@@ -11,8 +11,6 @@ Cost: POINTS forward and backward passes over each text. Source: "Axiomatic Attr
 (Sundararajan et al. 2017), with weights for inputs. Limits: text; up to `TOKENS` tokens of new text.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

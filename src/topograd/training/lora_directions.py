@@ -14,8 +14,6 @@ keys, values, the output of attention, the maps into an MLP): of the others d³ 
 Maps that the texts do not reach (experts) keep random rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Literal
 

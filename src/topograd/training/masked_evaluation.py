@@ -8,8 +8,6 @@ The hidden places of a text are always the same (`data/masked.py`). Bits per byt
 coded by predicting some of its tokens from all others. Cost: one forward, K readouts at hidden places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -12,8 +12,6 @@ no σ.
 Cost: one forward pass over `POSITIONS` held-out tokens at each record (see `geometry/monitors/stream.py`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -8,8 +8,6 @@ continues after the last that is intact. Rows of another key raise RunError, and
 one changed bit. What is read is memory-mapped. Cost: opening hashes the shards, about a second a gigabyte.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence

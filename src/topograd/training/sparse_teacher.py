@@ -19,8 +19,6 @@ Cost: one forward of the teacher; 8 k + 4 bytes a position instead of 4 vocab. L
 in that order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

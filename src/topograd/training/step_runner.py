@@ -10,8 +10,6 @@ where no group is left, a number that is not finite ends the training.
 Nothing is changed by a step that fails. Cost beside the gradients: one norm of each group.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ optimizers belongs into the task's `extra_state` or `extra_tensors`; what is a f
 needs no state.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

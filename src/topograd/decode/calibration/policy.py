@@ -248,6 +248,14 @@ def exits(readings: Readings, thresholds: Sequence[float]) -> Tensor:
     return (readings.margin > limits[:, None]).int().argmax(0)  # the first of the largest
 
 
+def judged(readings: Readings, thresholds: Sequence[float]) -> dict[str, Any]:
+    """What leaving by some thresholds does: agreement, the share that leaves after each stage, their mean."""
+    left = exits(readings, thresholds)
+    shares = left.bincount(minlength=readings.stages).double() / len(left)
+    mean = left.double().mean().item() + 1
+    return {"agreement": agreement(readings, left), "exits": shares.tolist(), "mean_stage": mean}
+
+
 def agreement(readings: Readings, exits: Tensor) -> float:
     """The share of tokens that leave with the last stage's top token (teacher-forced)."""
     if not len(readings):

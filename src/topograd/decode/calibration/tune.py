@@ -13,8 +13,6 @@ behind a wrong guess a round is over, so replays of greedy text are exact but fo
 a few selections, on the text that chose it, is optimistic.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -14,8 +14,6 @@ Limits. transformers gives a callback no loss but the one that it logs: it is re
 the mean since the log before. Numbers that are not finite are null in a JSON file.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -40,7 +38,13 @@ def writer_to(target: Any) -> Writer:
     [3]
     """
     if isinstance(target, str | Path):
-        return _JsonLines(Path(target))
+
+        def lines(step: int, values: Mapping[str, float]) -> None:
+            with Path(target).open("a", encoding="utf-8") as file:
+                finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+                file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+
+        return lines
     if hasattr(target, "add_scalar"):
 
         def scalars(step: int, values: Mapping[str, float]) -> None:
@@ -56,16 +60,6 @@ def writer_to(target: Any) -> Writer:
         )
     writer: Writer = target
     return writer
-
-
-class _JsonLines:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
 
 class UnclippedNorms:
@@ -116,7 +110,8 @@ def trainer_callback(watching: EarlyWarning | Guard) -> Any:
                 monitor.watch_optimizer(_plain(more["optimizer"]))
                 if guard is not None:
                     guard.watch([_plain(more["optimizer"])])
-            monitor.norms = UnclippedNorms(more["model"])
+            self.norms = UnclippedNorms(more["model"])
+            monitor.norm = self.norms.total
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if guard is None:
@@ -127,8 +122,7 @@ def trainer_callback(watching: EarlyWarning | Guard) -> Any:
 
         def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             monitor.__exit__(None, None, None)
-            if monitor.norms is not None:
-                monitor.norms.remove()
+            self.norms.remove()
 
     return Callback()
 

@@ -46,15 +46,13 @@ Limits. A signal that drifts steadily faster than its noise alarms too. On shard
 own part.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,14 +94,6 @@ ACTIVE = 1e-5
 ROWS, CHANNELS = 512, 32
 Writer = Callable[[int, Mapping[str, float]], None]
 """Takes a step and its signals."""
-
-
-class HasTotal(Protocol):
-    """A norm over all gradients (`adapters.UnclippedNorms`)."""
-
-    def total(self) -> float: ...
-
-    def remove(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -174,8 +164,8 @@ class EarlyWarning(ModelHooks):
         self.rest = REST
         """Readings of a signal after its alarm that raise none."""
         self.alarms: list[Alarm] = []
-        self.norms: HasTotal | None = None
-        """Where the norm of gradients is read instead, if they are clipped before `read`."""
+        self.norm: Callable[[], float] | None = None
+        """The norm of all gradients, if they are clipped before `read` (`adapters.UnclippedNorms`)."""
         no_head = None if self._head is not None else "no head was found; give head="
         no_layers = None if self._layers else "no list of layers was found; give layers="
         no_optimizer = None if optimizer is not None else "no optimizer was given"
@@ -297,8 +287,8 @@ class EarlyWarning(ModelHooks):
         return signals
 
     def _gradient_norm(self) -> Tensor | float | None:
-        if self.norms is not None:
-            return self.norms.total()
+        if self.norm is not None:
+            return self.norm()
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norms = torch._foreach_norm(gradients) if gradients else ()
         return torch.stack([norm.float() for norm in norms]).norm() if norms else None
@@ -406,10 +396,7 @@ class EarlyWarning(ModelHooks):
         self._seen["logits"] = output.detach().abs().max()
         factor = "anisotropy" in self._wanted or "head_bottom" in self._wanted
         if output.requires_grad and factor and self._slow_next():
-            output.register_hook(self._see_head_gradient)
-
-    def _see_head_gradient(self, gradient: Tensor) -> None:
-        self._seen["gradients"] = _sampled_rows(gradient)
+            output.register_hook(lambda gradient: self._seen.update(gradients=_sampled_rows(gradient)))
 
 
 def _sampled_rows(hidden: Tensor) -> Tensor:

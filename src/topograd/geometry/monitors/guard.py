@@ -23,8 +23,6 @@ Limits. A fault that lasts (wrong labels from now on) is no matter of a few step
 gradient accumulation call it once a step of the optimizer.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Mapping

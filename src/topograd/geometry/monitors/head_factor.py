@@ -8,8 +8,6 @@ Source: "Dead Directions: Geometric Singular Learning", Algorithm 1.
 Limits. Eigenvalues below `moments.RESOLUTION` of the largest are rounding, so a(G) is at most its inverse.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

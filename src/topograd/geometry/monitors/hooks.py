@@ -1,7 +1,5 @@
 """A context manager for module hooks: registered on entry, removed on exit."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self

@@ -15,8 +15,6 @@ relative to the rows of the batch, so that it needs no scale of the model's.
 Limits. Where more than half of the rows are massive, none is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Readings are compared by their logarithms. Of many numbers, as of singular value
 which is furthest from its own median.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ Limits. It describes the window, not the run. Weight decay alone makes ‖w‖ f
 for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

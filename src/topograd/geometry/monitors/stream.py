@@ -29,8 +29,6 @@ The weakest direction is that of the sample: a fresh MiniLM ends at 2.5 on 2048 
 that is most of them. Hooks on layers compiled by torch break their graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

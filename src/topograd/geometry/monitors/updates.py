@@ -16,8 +16,6 @@ training for large-scale vision-language models".
 Limits. A model with dropout, or whose passes change its buffers, reads the loss with that noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

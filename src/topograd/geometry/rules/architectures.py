@@ -14,8 +14,6 @@ Limits. Not covered, GeometryError: gated skips, norms after the sum or on both 
 departures without a known joint rule. Any module at all: `topograd.geometry.freeze_probe`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

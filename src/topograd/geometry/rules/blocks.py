@@ -36,8 +36,6 @@ b_m = min(b_{m+1} + 2, 1); a scan with a gate f_m = 2 f_{m-1} + 3 and b_m = min(
 Limits. Dead units in the same places of all blocks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from topograd.errors import GeometryError

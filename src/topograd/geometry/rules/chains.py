@@ -28,8 +28,6 @@ softmax head.
 Limits. Exponents as t → 0: what a finite window adds is not in them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

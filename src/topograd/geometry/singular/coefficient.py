@@ -35,8 +35,6 @@ estimator and not of its sampling, and the test does not see them. The change of
 usual. Dropout and batch statistics must be switched off.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

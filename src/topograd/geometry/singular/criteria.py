@@ -15,8 +15,6 @@ Statistics" and "Asymptotic equivalence of Bayes cross validation and WAIC in si
 Limits. Leading order in 1/n. ν depends on β (see `invariants.py`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

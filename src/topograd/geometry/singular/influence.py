@@ -16,8 +16,6 @@ Interpretability".
 Limits. A covariance of S draws is off by about 1/√S of the deviations; draws of one chain follow one another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -24,8 +24,6 @@ Limits. §13.4 has ν the same at every β. That holds at k = 1 only: our quadra
 .157, .173, .193 at β = ½, 1, 2 for k = 2. Products of directions (crossings) have no formula here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

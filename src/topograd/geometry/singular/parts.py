@@ -18,9 +18,7 @@ Limits. Heads are those that `heads.py` finds. Keys and values that several head
 them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,7 +81,12 @@ def part_coefficients(
     for place, (part, curvature) in enumerate(zip(parts, curvatures, strict=True)):
         step = 4 * LARGEST_BIAS / (curvature - settings.localization + pull)
         chosen = replace(settings, step=step, localization=pull)
-        center, on_more = sampled_weights(model, part.weights), _offset(on_step, place, len(parts))
+        center = sampled_weights(model, part.weights)
+
+        def on_more(done: int, total: int, place: int = place) -> None:
+            if on_step is not None:
+                on_step(place * total + done, len(parts) * total)
+
         try:
             found = sample(target, center, chosen, masks=part.masks, on_step=on_more)
             yield PartCoefficient(part.name, found, pull, found.reason)
@@ -99,13 +102,6 @@ def shared_localization(curvature: float, burn_in: int) -> float:
     """
     share = min(ARRIVED / (4 * LARGEST_BIAS * max(burn_in, 1)), MOST_PULL)
     return curvature * share / (1 - share)
-
-
-def _offset(on_step: OnStep | None, place: int, count: int) -> Callable[[int, int], None] | None:
-    """Steps of one part as steps of all."""
-    if on_step is None:
-        return None
-    return lambda done, total: on_step(place * total + done, count * total)
 
 
 def layer_parts(model: nn.Module, count: int | None = None) -> list[Part]:

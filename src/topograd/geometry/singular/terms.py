@@ -1,7 +1,5 @@
 """Loss terms and sampled weights of Langevin chains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -330,13 +330,10 @@ class Adapted(HeadedStack):
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen.append(_split(module, args, kwargs)[0])
 
-        modules = dict.fromkeys(link.module for link in self.chain)
-        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-        try:
+        with ExitStack() as hooks:
+            for module in dict.fromkeys(link.module for link in self.chain):
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
             output = self.model(inputs, **self.settings)
-        finally:
-            for hook in hooks:
-                hook.remove()
         logits = getattr(output, "logits", output)
         return [*seen, logits[0] if isinstance(logits, tuple) else logits]
 

@@ -1,7 +1,5 @@
 """Adapted models of transformers, built from their settings with random weights."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

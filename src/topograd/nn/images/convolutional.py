@@ -12,8 +12,6 @@ BatchNorm. In training a batch is normalised by its own statistics, of which run
 inference. A frozen stage is run with its running means (`exec/train_step.py`), so that it does not move.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

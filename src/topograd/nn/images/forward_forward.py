@@ -14,8 +14,6 @@ Cost: a forward for each label; Hinton's trains on one negative and reads all la
 classes / 2 times cheaper. There is no head, so there are none per stage.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

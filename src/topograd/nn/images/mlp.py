@@ -7,8 +7,6 @@ log-odds: ∂/∂a is taken as ∂/∂σ(a), so the factor σ'(a) is missing fro
 measures 10.28 % on MNIST with it, and errors that grow by 37 and 846 on the way back.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

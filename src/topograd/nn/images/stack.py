@@ -13,8 +13,6 @@ side.
 A subclass writes `layer` and `extra`, and may write `features`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterable

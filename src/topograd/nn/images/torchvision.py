@@ -14,8 +14,6 @@ Limits. Inputs are float images, normalised by the caller. torchvision's forward
 `verify` compares the logits, and raises StackError for a version that differs.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any

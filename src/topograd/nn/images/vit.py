@@ -8,8 +8,6 @@ In a layer that is appended the last matrices of A and M are zero at first. Sour
 with the mean instead of a class token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -19,8 +19,6 @@ state-spaces/mamba. Steps are not clamped (dt_limit is (0, ∞)). Hugging Face's
 is the same for one group only.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

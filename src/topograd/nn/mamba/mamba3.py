@@ -26,8 +26,6 @@ Source: the Mamba-3 of state-spaces/mamba, `modules/mamba3.py`: no MIMO, no norm
 (checkpoints older than that have softplus). Angles are summed over the call in the working precision.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -7,8 +7,6 @@ A step never writes into a tensor; it makes new ones. So a snapshot, or a copy, 
 the memory of the tensors that it keeps alive: at most MAX_SNAPSHOTS times the state.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Self

@@ -26,8 +26,6 @@ Source: "Transformers are SSMs: Generalized Models and Efficient Algorithms Thro
 Duality" (T. Dao, A. Gu), section 6. The obvious version is `tests.oracles.recurrence`.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

@@ -16,8 +16,6 @@ slots 0..p of its sequence, or the last `window` of them. Slots beyond a sequenc
 no query of it sees them, and the next token at such a position overwrites them.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -11,8 +11,6 @@ Cost per token and layer, in multiply-adds forward: 2 (heads + kv_heads) head_wi
 matrices, 3 mlp_width width for the MLP (2 if not gated), and 2 context heads head_width for attention.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -203,8 +203,6 @@ class DecodingBlock(nn.Module):
         self.unit = unit
         self.unit_behind = a.traits.norm_behind_rotation  # queries and keys are then vectors of length 1
         self.scale = a.head_width**0.5 if a.scale is None else a.scale
-        # What the keys in the cache are beside those of a `Block`: in pairs, and times this.
-        self.key_pairs, self.key_scale = a.rotary, a.head_width**-0.5 if self.unit_behind else 1.0
         self.positions = None if block.positions is None else block.positions.weight.detach()
         self.x0_scale = None if block.x0_scale is None else float(block.x0_scale.detach())
         maps = [a.query, a.key, a.value] if a.rotary else [a.qkv]

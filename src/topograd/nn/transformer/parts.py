@@ -5,8 +5,6 @@ in the same order on the same memory (a single row's last bits depend on whether
 of 16 bytes, there as here). In float64 norms are too, where transformers has float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

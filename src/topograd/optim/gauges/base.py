@@ -21,8 +21,6 @@ are in log-coordinates for rescalings; here they are those of the metric Î£_b â€
 Limits. Only scalar actions on blocks. Rotations (attention's query and key) are not covered.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping

@@ -28,8 +28,6 @@ Limits. ReLURescale is one factor for a whole layer, as in the paper. Two pairs 
 compose: name the chain.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -29,8 +29,6 @@ proposition 83; w other than 1 and followers are derived here.
 Limits. A block of norm zero has no direction: `check_norms` raises OptimError.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from abc import abstractmethod

@@ -43,8 +43,6 @@ per-stage heads only: a low-rank W_k = U_k V_k cannot take every Δ. Name every 
 one sees W alone, and Δ would show.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

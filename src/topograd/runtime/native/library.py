@@ -4,8 +4,6 @@ The library is built when the package is installed (setup.py); where there was n
 `missing_reason` says so. Nothing is compiled at first use. The structures are those of `csrc/layout.h`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

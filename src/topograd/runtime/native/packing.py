@@ -15,8 +15,6 @@ the values alone, so that nothing is quantised again.
 Memory is private and anonymous: shared memory gets no large pages. Cost: O(out · in), once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Sequence
