@@ -57,6 +57,13 @@ def test_eval_reports_the_masked_cross_entropy_that_training_did(encoder: Path, 
     assert "accuracy" in call("eval", encoder).out
 
 
+def test_the_geometry_of_its_stream_is_logged(size: list[str], tmp_path: Path, call: Any) -> None:
+    folder = tmp_path / "watched"
+    call("train", "--task", "masked", *size, *SMALL, "--geometry-every", 2, "--out", folder)
+    records = [record for record in open_run(folder).run.metrics() if record["kind"] == "geometry"]
+    assert [record["step"] for record in records] == [2, 4]
+
+
 def test_a_run_begins_with_an_encoder_and_with_nothing_else(
     encoder: Path, backprop: Path, size: list[str], tmp_path: Path, call: Any
 ) -> None:

@@ -7,7 +7,7 @@ Statement. The weights of a chosen unit go to zero with t, all others stay as th
     both                    W[R, C] ← t W[R, C], and exactly 0 beside it: blockdiag(live, t)
 
 The rows are those that were named; a column is dead where its input vanishes with t while the rows do
-(`rules/powers.py` finds it). Then the second moments along the dead channels are powers of t,
+(`geometry/powers.py` finds it). Then the second moments along the dead channels are powers of t,
 
     A ~ t^{2f}  of the inputs h_C,      G ~ t^{2b}  of the gradients δ_R,      A G ~ t^{2(f+b)} of the layer,
 
@@ -22,7 +22,7 @@ Symbols and shapes. δ is the gradient for one random draw at the outputs: label
 Cost: at most four passes with powers, and 7 to 21 passes forward and backward in float64.
 Source: "Dead Directions: Geometric Singular Learning", §3 (approach), §12 and §15 (deviation from the
 prediction); appendix B.2 has hand-set networks only.
-Limits. Those of `rules/powers.py`. Straight lines to t = 0: no trained model comes that way by itself. Maps
+Limits. Those of `geometry/powers.py`. Straight lines to t = 0: no trained model comes that way by itself. Maps
 that are no modules (`nn.MultiheadAttention`, einsum) cannot be named. A float64 copy of the weights is made.
 """
 

@@ -4,6 +4,7 @@
 
 appends a record of kind "geometry" to the run's metrics each `every` steps: σ_r by depth, effective ranks,
 the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r after the last layer.
+An encoder reads its rows with nothing hidden.
 
 All records read the same held-out rows at the same r, `SHARE` of the rank that the stream's input has at the
 first of them: with other rows or another r each time, a model that does not change would seem to. A run that
@@ -23,7 +24,7 @@ from topograd.exec.forward import evaluating, stage_outputs
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.training.runs import RunTask
-from topograd.training.sources import TextSource
+from topograd.training.sources import ImageSource
 from topograd.training.trainer import Reading
 
 WINDOW = 10
@@ -38,7 +39,7 @@ class GeometryLog:
     def __init__(self, task: RunTask, every: int) -> None:
         if every < 1:
             raise GeometryError(setting="every", given=every, allowed="at least 1")
-        if not isinstance(task.source, TextSource):
+        if isinstance(task.source, ImageSource):
             raise GeometryError(
                 setting="geometry_every",
                 given=every,

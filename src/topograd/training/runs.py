@@ -52,7 +52,7 @@ from topograd.training.forgetting import READ, Forgetting
 from topograd.training.interface_directions import STEPS, begin_interfaces
 from topograd.training.lora_directions import begin_lora
 from topograd.training.optimizers import make_optimizers
-from topograd.training.sources import Data, Teacher, TextSource, source_of, teacher_of
+from topograd.training.sources import Data, ImageSource, Teacher, source_of, teacher_of
 from topograd.training.step_runner import Batch, Step, StepRunner, engine_of
 from topograd.training.trainer import OnStep, Reading, Schedule, StepRecord, Task, Trainer
 
@@ -124,7 +124,7 @@ class RunTask(Task):
     @property
     def text(self) -> Text:
         """What a model of text is read on."""
-        assert isinstance(self.source, TextSource), "a run on images has no text"
+        assert not isinstance(self.source, ImageSource), "a run on images has no text"
         return self.source.text
 
     def prepare(self, step: int, on_rows: OnRows | None) -> None:
