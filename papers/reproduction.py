@@ -43,9 +43,9 @@ LEAD = (
 RESULTS_LEAD = """
 What was measured, newest first, failures included. A speed is a ratio of things that took turns, with
 quartiles; a quality has a 90 % interval over seeds unless the page says otherwise. A number without an
-interval is a record of one run and decides nothing. Machine of all pages: 2 cores of an AMD EPYC (AVX2, no
-bf16), 24 GiB, Python 3.11, torch 2.13 CPU, a virtual machine with ±10 % of noise in time. No GPU was used.
-Commands have today's names.
+interval is a record of one run and decides nothing. Machine of all pages: 2 cores of an AMD EPYC (some with
+AVX2 only, some with AVX-512), 24 GiB, Python 3.11, torch 2.13 CPU, a virtual machine with ±10 % of noise in
+time. No GPU was used. Commands have today's names.
 
 This table is made from the pages' front matter by `python -m papers pages`.
 """

@@ -70,8 +70,11 @@ class _Parsed(BaseException):
 
 
 @pytest.mark.parametrize("command", re.findall(r"`topograd ([^`]+)`", README))
-def test_a_command_takes_its_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_takes_its_arguments(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read = tyro.cli
+    monkeypatch.chdir(tmp_path)
+    for file in re.findall(r"\w+\.txt", command):  # a text that is read must be there
+        Path(file).touch()
 
     def parse(*args: Any, **settings: Any) -> Any:
         read(*args, **settings)

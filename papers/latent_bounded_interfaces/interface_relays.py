@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import EPSILON, Map, SegmentRelay
+from topograd.nn.relays import BoundedRelay
 from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
 
@@ -29,11 +30,12 @@ FOLLOWED, VARIANCE_FLOOR = 0.1, 1e-6
 """How fast running means follow, and what a variance is at least."""
 
 
-class OwnPosition(nn.Module):
+class OwnPosition(BoundedRelay):
     """A relay of rank r at every position, over the canvas."""
 
     def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
         super().__init__()
+        self.settings = settings
         self.encode = Map(settings.maps, width, width, settings.rank)
         self.decode = Map(settings.maps, settings.rank, width, width)
         self.alpha = None if first else nn.Parameter(torch.tensor(1.0))

@@ -85,7 +85,7 @@ def test_calibrated_drafts(retrofitted: Path, call: Any) -> None:
         (["--depth", "speculate:draft+3"], "at most one of them a prefix, a draft stage or a model"),
         (["--depth", "speculate:lookup+lookup"], "it must be one or more, each once"),
         (["--depth", "speculate:draft"], "has no draft stage; make one with: topograd retrofit"),
-        (["--draft", "nowhere"], "names the drafter 'nowhere', which is unknown"),
+        (["--draft", "nowhere"], "--draft 'nowhere' does not exist"),
     ],
 )
 def test_bad_drafters_are_named(

@@ -35,7 +35,7 @@ def test_a_model_that_would_not_fit_is_refused(sizes: dict[str, int]) -> None:
         Shape(**sizes)
 
 
-@pytest.mark.parametrize("interface", [{"rank": 2**22}, {"segments": 2048, "rank": 64}])
+@pytest.mark.parametrize("interface", [{"rank": 2**20}, {"segments": 2048, "rank": 64}])
 def test_an_interface_that_would_not_fit_is_refused(interface: dict[str, Any]) -> None:
     with refused(ConfigError, setting="width"):
         Shape(context=2048).check_size(SegmentInterface(**interface))
