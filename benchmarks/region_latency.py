@@ -75,12 +75,12 @@ class Links:
         self.counts[source, to, kind] = count + 1
         return source, to, kind, count % RING
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Any:
+    def send(self, tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
         self.left[self._next(self.rank, peer, tag)] = time.monotonic()
-        return self.isend(tensor, peer, tag=tag)
+        return self.isend(tensor, peer, group, tag)
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Arriving:
-        return Arriving(self, self._next(peer, self.rank, tag), self.irecv(tensor, peer, tag=tag))
+    def receive(self, tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Arriving:
+        return Arriving(self, self._next(peer, self.rank, tag), self.irecv(tensor, peer, group, tag))
 
 
 class Arriving:

@@ -15,7 +15,7 @@ taken within its round, and the row shows its median and quartiles (`timing.py`)
     scans        microseconds of the suffix scan, K maps of width n
 
 and whether it is the same thing that was timed: the gradients of every scan step against autograd's, float32.
-The multiply-adds of the lean step over those of the dense one, attention included, are counted and not timed,
+The multiply-adds of steps over those of the dense one, attention included, are counted and not timed,
 and so is the peak memory of every step over the dense one's.
 A goal is an upper bound for the ratio; rows without one are there to compare. The scan engine's goal stands
 at its fastest way, by hand.
@@ -150,7 +150,7 @@ def bench_scan(settings: Settings) -> dict[str, Any]:
         "jacobians": jacobians,
         "trimming": trimming,
         "scans": [_scan_times(settings, maps) for maps in settings.scan_maps],
-        "lean_multiply_adds": _lean_multiply_adds(settings, models[settings.lean]),
+        "multiply_adds": _multiply_adds(settings, steps, models),
         "memory": _memory(settings, steps, models),
         "agreement": agreement,
     }
@@ -207,17 +207,22 @@ def _step_rows(settings: Settings, steps: list[Step], models: Models) -> list[di
     return rows
 
 
-def _lean_multiply_adds(settings: Settings, lean: GPT) -> float:
-    """Multiply-adds of the lean step over the dense one's, forward and backward."""
+def _multiply_adds(settings: Settings, steps: list[Step], models: Models) -> dict[str, float]:
+    """Multiply-adds of steps over those of the dense one, forward and backward, by name.
+
+    Torch's counter does not count within `autograd.grad`, by which all ways but these two build Jacobians.
+    """
     inputs, targets = random_tokens(settings)
     dense, whole = _build(settings), Topology.chain(str(settings.regions * settings.region_layers))
-    counts = []
-    for stack, topology in ((lean, settings.topology), (dense, whole)):
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            train_step(stack, topology, inputs, targets)
-        stack.zero_grad(set_to_none=True)
-        counts.append(counter.get_total_flops())
-    return counts[0] / counts[1]
+    base = _counted(partial(train_step, dense, whole, inputs, targets))
+    known = [step for step in steps if step.engine == "autograd" or step.jacobian == "pullback"]
+    return {step.name: _counted(partial(_run, settings, step, models)) / base for step in known}
+
+
+def _counted(run: Callable[[], object]) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
 
 
 def _memory(settings: Settings, steps: list[Step], models: Models) -> dict[str, float]:

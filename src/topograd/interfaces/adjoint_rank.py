@@ -17,7 +17,8 @@ its pixels. Gradient passes every boundary, whatever λ was in training.
 Cost: a forward and a backward, and a QR of (positions, width) at each boundary, whose R has the same σ: so
 positions are read in parts, and their adjoints are not kept. Limits: one linear subspace;
 what a learned, nonlinear interface could carry may be more. A rank is at most the number of positions: give
-several times the width. What is small in energy may still matter for learning.
+several times the width. What is small in energy matters all the same: in a small GPT 90 % of it kept 73 % of
+what depth was worth (`papers/latent_bounded_interfaces/interface_rank.py`).
 """
 
 from __future__ import annotations
