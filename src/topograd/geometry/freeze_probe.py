@@ -22,8 +22,9 @@ Symbols and shapes. δ is the gradient for one random draw at the outputs: label
 Cost: at most four passes with powers, and 7 to 21 passes forward and backward in float64.
 Source: "Dead Directions: Geometric Singular Learning", §3 (approach), §12 and §15 (deviation from the
 prediction); appendix B.2 has hand-set networks only.
-Limits. Those of `geometry/powers.py`. Straight lines to t = 0: no trained model comes that way by itself. Maps
-that are no modules (`nn.MultiheadAttention`, einsum) cannot be named. A float64 copy of the weights is made.
+Limits. Those of `geometry/powers.py`. Straight lines to t = 0: no trained model comes that way by itself.
+Maps that are no modules (`nn.MultiheadAttention`, einsum) cannot be named. A float64 copy of the weights is
+made.
 """
 
 from collections.abc import Callable, Iterable, Mapping
