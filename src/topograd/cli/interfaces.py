@@ -151,7 +151,7 @@ def _plan(args: Analyse, session: LoadedRun, inputs: Tensor, targets: Tensor, wo
 def _table(title: str, first: str, start: int, columns: dict[str, list[float]]) -> Table:
     table = grid(title, first, *(name.replace("_", " ") for name in columns))
     for k, row in enumerate(zip(*columns.values(), strict=True), start):
-        table.add_row(str(k), *(f"{value:.4g}" for value in row))
+        table.add_row(str(k), *(f"{value:.{2 if abs(value) < 0.01 else 3}g}" for value in row))
     return table
 
 
