@@ -5,8 +5,7 @@
 One region of one layer a rank. The links are those of one machine with a delay in user space: a sender writes
 when a message left into a file that all ranks map, and the receiver sleeps until that time and the latency
 have passed. Ranks that sleep or wait need no core, so many ranks on few cores show what latency does; what
-computing at once on few cores does is predicted by cores that are given first come first served, to regions
-and to messages alike.
+computing at once on few cores does is predicted by cores that are given first come first served.
 
 For each latency and number of micro-batches all ways take turns; printed are the median seconds until the
 slowest rank is done, the prediction of `region_events.py` from the times of one region alone (for dense, of
@@ -167,23 +166,17 @@ def without_interfaces(times: RegionTimes, bounded: Way, dense: Way, repeats: in
     return replace(times, forward=share * times.forward, backward=share * times.backward)
 
 
-def message_seconds(ranks: Ranks, numbers: int, rounds: int = 50) -> tuple[float, float]:
-    """Seconds on the way of a message to the next rank, without a delay, and of a core at each of its ends.
-
-    Ranks sleep between messages, as they do in a step: what a message needs is not in the caches then.
-    """
-    room, walls, begun = torch.zeros(numbers), [], time.process_time()
-    for _ in range(rounds if ranks.rank < 2 else 0):
-        time.sleep(0.002)
-        began = time.perf_counter()
-        for turn in (0, 1):
-            transfer = dist.isend if ranks.rank == turn else dist.irecv
-            ranks.wait(
-                ranks.begin(transfer, room, 1 - ranks.rank, "a message", 40), "a message", 1 - ranks.rank
-            )
-        walls.append((time.perf_counter() - began) / 2)
-    handling = (time.process_time() - begun) / (2 * rounds)
-    return max(statistics.median(walls or [0.0]) - 2 * handling, 0.0), handling
+def message_seconds(ranks: Ranks, numbers: int, rounds: int = 50) -> float:
+    """Half of the time that a message takes to the next rank and back, without a delay."""
+    room, began = torch.zeros(numbers), time.perf_counter()
+    for _ in range(rounds):
+        if ranks.rank == 0:
+            dist.send(room, 1)
+            dist.recv(room, 1)
+        elif ranks.rank == 1:
+            dist.recv(room, 0)
+            dist.send(room, 0)
+    return (time.perf_counter() - began) / (2 * rounds)
 
 
 def main() -> None:
@@ -212,10 +205,8 @@ def main() -> None:
             units = dict.fromkeys(WAYS, region_times(regions, *ways["scan"].batch, repeats=21))
             units["dense"] = without_interfaces(units["handed"], ways["handed"], ways["dense"])
         ranks.reduce(torch.zeros(1), "waiting for the units")
-        wire, handling = message_seconds(ranks, shape.batch * asked.rank)
-        units = {
-            name: replace(times, wire=wire, product=wire, handling=handling) for name, times in units.items()
-        }
+        wire = message_seconds(ranks, shape.batch * asked.rank)
+        units = {name: replace(times, wire=wire, product=wire) for name, times in units.items()}
         for latency in asked.latencies:
             for count in asked.microbatches:
                 links.latency = latency / 1000

@@ -30,16 +30,6 @@ def test_what_is_handed_on_is_1f1b(ranks: int, count: int) -> None:
     assert region_span(ranks, count, t, None) == pytest.approx(expected)
 
 
-def test_a_message_is_handled_at_both_ends() -> None:
-    t = replace(TIMES, latency=0.25, handling=0.125)
-    whole = 4 * (1.0 + 2.1) + 6 * (0.25 + 2 * 0.125)
-    assert region_span(4, 1, t, None) == pytest.approx(whole)
-    row = 3 * 1.0 + 2.1 + 3 * (0.25 + 2 * 0.125)  # at rank 1 of three, whose Jacobian is there before
-    quick = replace(t, jacobian=0.5)
-    assert region_span(3, 1, quick) == pytest.approx(row + (0.25 + 2 * 0.125) + 2.1)
-    assert region_span(4, 3, t, None, cores=1) > 3 * whole - 3 * 6 * 0.25, "it needs a core"
-
-
 @pytest.mark.parametrize(("ranks", "count"), [(8, 1), (16, 1), (32, 4), (64, 8), (8, 8), (16, 16), (32, 32)])
 def test_a_scan_pays_where_the_law_says_so(ranks: int, count: int) -> None:
     rows = 4.0  # r c

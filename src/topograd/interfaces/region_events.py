@@ -10,9 +10,8 @@ P - 1 - p of them forward before its first backward, then both in turns (1F1B). 
     dense     the same pipeline with whole hidden states in its messages: the layers without interfaces
 
 Times in seconds, sizes as seconds on a link: `wire` of a message or a row, `product` of a matrix. A message
-takes `handling` of a core where it is sent and where it is received, and arrives `latency` after it has left.
-Law: with f a forward, J = r c f and b = 2.1 f, a scan is shorter than a pipeline iff M r c < 2.1 (P - 1),
-where latency counts for nothing (`benchmarks/region_events.py`).
+arrives `latency` after it has left. Law: with f a forward, J = r c f and b = 2.1 f, a scan is shorter than a
+pipeline iff M r c < 2.1 (P - 1), where latency counts for nothing (`benchmarks/region_events.py`).
 
 Cost: O(P M log P); a plan asks P times. Limits: links carry all that is sent at once; a sender does not wait
 for the receiver; with fewer ranks than regions every rank has as many as the fullest.
@@ -29,7 +28,6 @@ from typing import Any
 Key = tuple[str, int, int]
 """What is sent, to which rank, of which micro-batch."""
 Events = Generator[Key | float, float, None]
-Moment = Generator[Key | float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,6 @@ class RegionTimes:
     wire: float = 0.0
     product: float = 0.0
     latency: float = 0.0
-    handling: float = 0.0
-    """Of a core, for a message at each of its ends."""
 
 
 def region_span(
@@ -103,18 +99,16 @@ def _rank(
     for kind, i in _order(p, ranks, microbatches):
         if kind == "F":
             if p > 0:
-                yield from _received(("forward", p, i), t)
+                yield "forward", p, i
             now = yield t.extra + t.forward
-            if p < ranks - 1:
-                yield from _sent(("forward", p + 1, i), t.wire, t, arrived, now)
+            arrived["forward", p + 1, i] = now + t.wire + t.latency
             continue
         if p >= last:  # hands on, or begins the scan
             if p < ranks - 1:
-                yield from _received(("row", p, i), t)
+                yield "row", p, i
             now = yield t.backward + (t.head if p == ranks - 1 else 0.0)
-            if p > 0:
-                name = "row" if p > last else "first"
-                yield from _sent((name, p - 1, i), t.wire, t, arrived, now)
+            name = "row" if p > last else "first"
+            arrived[name, p - 1, i] = now + t.wire + t.latency
             continue
         yield from _doubled(p, i, last, t, arrived, (yield t.jacobian if p > 0 else 0.0))
         yield t.backward
@@ -122,31 +116,15 @@ def _rank(
 
 def _doubled(p: int, i: int, last: int, t: RegionTimes, arrived: dict[Key, float], now: float) -> Events:
     """The exchange of products, as `RegionScan._doubled`; ends when this rank knows its row."""
-    if p > 0:
-        now = yield from _sent(("first", p - 1, i), t.product, t, arrived, now)
-    now = yield from _received(("first", p, i), t)
+    arrived["first", p - 1, i] = now + t.product + t.latency
+    now = yield "first", p, i
     reach = 1
     while reach < last:
-        if p >= reach:
-            size = t.wire if p + reach >= last else t.product
-            now = yield from _sent((f"by {reach}", p - reach, i), size, t, arrived, now)
+        size = t.wire if p + reach >= last else t.product
+        arrived[f"by {reach}", p - reach, i] = now + size + t.latency
         if p + reach < last:
-            now = yield from _received((f"by {reach}", p, i), t)
+            now = yield f"by {reach}", p, i
         reach *= 2
-
-
-def _sent(key: Key, size: float, t: RegionTimes, arrived: dict[Key, float], now: float) -> Moment:
-    if t.handling:
-        now = yield t.handling
-    arrived[key] = now + size + t.latency
-    return now
-
-
-def _received(key: Key, t: RegionTimes) -> Moment:
-    now = yield key
-    if t.handling:
-        now = yield t.handling
-    return now
 
 
 def plan_schedules(

@@ -79,18 +79,20 @@ class Regions:
 
     def messages(self, x0: Tensor, ctx: LayerContext) -> list[Tensor]:
         """m_1 ... m_{K-1} of one forward."""
+        return self._forward(x0, ctx)[0]
+
+    def told(self, x0: Tensor, ctx: LayerContext) -> list[Tensor]:
+        """The messages, less what regions send that add nothing to their canvas."""
+        messages, ctx = self._forward(x0, ctx)
+        canvas = ctx if ctx.canvas is None else replace(ctx, x0=ctx.canvas)
+        return [message - relay.empty(canvas) for message, relay in zip(messages, self.relays, strict=True)]
+
+    def _forward(self, x0: Tensor, ctx: LayerContext) -> tuple[list[Tensor], LayerContext]:
         message, ctx = self.first(x0, ctx)
         sent = [message]
         for region in range(1, self.count - 1):
             sent.append(self.visit(region, sent[-1], ctx))
-        return sent
-
-    def told(self, x0: Tensor, ctx: LayerContext) -> list[Tensor]:
-        """The messages, less what regions send that add nothing to their canvas."""
-        _, after = self.first(x0, ctx)
-        canvas = ctx if after.canvas is None else replace(ctx, x0=after.canvas)
-        messages = self.messages(x0, ctx)
-        return [message - relay.empty(canvas) for message, relay in zip(messages, self.relays, strict=True)]
+        return sent, ctx
 
 
 def _check_root(plan: Plan, relay: BoundedRelay) -> None:
